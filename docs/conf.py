@@ -27,6 +27,7 @@ html_title = "DynamiQ"
 html_static_path = ["_static"]
 html_css_files = ["figures.css"]
 
+default_role = "code"
 add_module_names = False
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
