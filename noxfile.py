@@ -73,7 +73,7 @@ def tests(session: nox.Session, layer: str) -> None:
     """Tests and doctests of one layer, without the layers beside and above. Posargs replace pytest's arguments."""
     runtime = MPI_RUNTIME if any("mpi" in package for package in LAYERS[layer]) else []
     install(session, "pytest", "hypothesis", *runtime, packages=LAYERS[layer])
-    session.run("python", "-c", ASSERT_ABSENT, *FOREIGN[layer], silent=True)
+    session.run("python", "-c", ASSERT_ABSENT, *FOREIGN[layer], log=False)
     package = f"packages/dynamiq-{layer}"
     everything = ["--doctest-modules", f"{package}/src", f"{package}/tests"]
     session.run("pytest", *(session.posargs or everything), env=RANKS)
