@@ -1,0 +1,128 @@
+"""Which super-group gets how many bits: the greedy by gain per byte, under a fixed number of bytes per chunk.
+
+Minimise sum_j F_j c(w_j) subject to sum_j cost(w_j) <= capacity. F_j is the energy of super-group j over all workers,
+c(w) the error of the quantiser at width w relative to the energy, cost(w) its bytes. c is first replaced by its lower
+convex hull over cost; then the steps of every super-group have falling gain per byte, and taking steps in the order
+of gain is optimal up to the last step (Fox 1966; Shoham and Gersho 1988).
+
+The result is a function of the energies alone: comparisons are made on float32 keys that every device computes with
+the same operations, and equal keys are taken in order of position. Nothing is read on the host.
+
+Shapes: C chunks, K super-groups per chunk (sorted by energy, largest first), T steps of the hull.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynamiq_core.config import MAX_WIDTH, CodecConfig
+from dynamiq_core.packing import PLANE
+from dynamiq_core.scales import SUPER_BYTES, group_bytes
+
+
+class Step(NamedTuple):
+    """One step of the hull: to which width, for how many more bytes, at which gain per byte."""
+
+    width: int
+    bytes: int
+    gain: float
+
+
+def cost(width: int, config: CodecConfig) -> int:
+    """Bytes of one super-group at a width: planes, group codes and super scale; nothing at width 0."""
+    return PLANE * width + group_bytes(config.scales) + SUPER_BYTES if width else 0
+
+
+def hull(config: CodecConfig, gain: float) -> tuple[int, tuple[Step, ...]]:
+    """The lowest width and the steps above it on the lower convex hull of error over cost.
+
+    Args:
+        config: widths and kind of quantiser.
+        gain: error of the final sum relative to n quantisations of one gradient each. It weighs every width above 0;
+            at width 0 a super-group loses its energy once, however many hops there are.
+    """
+    errors = normalised_errors(config)
+    points = [(cost(w, config), gain * errors[w] if w else 1.0, w) for w in config.widths]
+    kept: list[tuple[int, float, int]] = []
+    for point in points:
+        while len(kept) > 1 and _slope(kept[-2], kept[-1]) <= _slope(kept[-1], point):
+            kept.pop()
+        kept.append(point)
+    while len(kept) > 1 and _slope(kept[-2], kept[-1]) <= 0:
+        kept.pop()
+    steps = tuple(Step(b[2], b[0] - a[0], _slope(a, b)) for a, b in zip(kept, kept[1:], strict=False))
+    return kept[0][2], steps
+
+
+def _slope(a: tuple[int, float, int], b: tuple[int, float, int]) -> float:
+    return (a[1] - b[1]) / (b[0] - a[0])
+
+
+def allocate(energies: Tensor, capacities: Tensor, steps: Sequence[Step], lowest: int) -> Tensor:
+    """Bit widths under a capacity for each chunk.
+
+    Args:
+        energies: float32 [C, K], at least 0, falling along K; 0 gets the lowest width.
+        capacities: int64 [C], bytes for the steps above the lowest width.
+        steps: from `hull`.
+        lowest: width before the first step.
+
+    Returns:
+        int32 [C, K] widths, falling along K.
+    """
+    chunks, device = energies.shape[0], energies.device
+    if not steps:
+        return torch.full(energies.shape, lowest, dtype=torch.int32, device=device)
+    gains = torch.tensor([s.gain for s in steps], dtype=torch.float32, device=device)
+    prices = torch.tensor([s.bytes for s in steps], dtype=torch.int64, device=device)
+    keys = energies[:, None, :] * gains[:, None]  # [C, T, K]; falls along T and K
+    threshold = _threshold(keys, prices, capacities)
+    taken = keys >= threshold.view(torch.float32)[:, None, None]
+    left = capacities - (taken.sum(dim=2) * prices).sum(dim=1)
+    # The next lower key would exceed the capacity as a whole: take its ties in order while they fit.
+    ties = keys == (threshold - 1).view(torch.float32)[:, None, None]
+    spent = (ties * prices[:, None]).flatten(1).cumsum(dim=1).view(ties.shape)
+    taken |= ties & (keys > 0) & (spent <= left[:, None, None])
+    widths = torch.tensor([lowest, *(s.width for s in steps)], dtype=torch.int32, device=device)
+    return widths[taken.sum(dim=1)].view(chunks, -1)
+
+
+def _threshold(keys: Tensor, prices: Tensor, capacities: Tensor) -> Tensor:
+    """The smallest positive float32, as its bits, such that all keys from there up fit: int32 [C].
+
+    Bisection over the bits: non-negative floats are ordered like their bit patterns.
+    """
+    falling = -keys.flatten(0, 1).contiguous()
+    low = torch.ones_like(capacities, dtype=torch.int32)
+    high = torch.full_like(low, 0x7F800000)  # infinity: nothing is taken, which always fits
+    for _ in range(31):
+        middle = low + (high - low) // 2
+        bound = -middle.view(torch.float32)
+        count = torch.searchsorted(
+            falling, bound[:, None, None].expand(-1, keys.shape[1], 1).reshape(-1, 1), right=True
+        )
+        fits = (count.view(keys.shape[:2]) * prices).sum(dim=1) <= capacities
+        high, low = torch.where(fits, middle, high), torch.where(fits, low, middle + 1)
+    return high
+
+
+@lru_cache(maxsize=64)
+def normalised_errors(config: CodecConfig) -> tuple[float, ...]:
+    """c(w): squared error of one quantisation relative to the energy, for w = 0..8."""
+    table = ERRORS[config.scales, config.rounding == "dithered"]
+    return (1.0, *table)
+
+
+ERRORS: dict[tuple[str, bool], tuple[float, ...]] = {
+    ("log", True): (1.89, 0.189, 0.0350, 0.00757, 0.00176, 0.000427, 0.000105, 0.0000262),
+    ("log", False): (4.31, 0.352, 0.0668, 0.0144, 0.00336, 0.000815, 0.000202, 0.0000502),
+    ("linear", True): (1.60, 0.163, 0.0297, 0.00643, 0.00150, 0.000368, 0.0000946, 0.0000277),
+    ("linear", False): (3.55, 0.294, 0.0538, 0.0117, 0.00273, 0.000664, 0.000168, 0.0000456),
+}
+"""c(1)..c(8) by kind of scales and whether the dither is subtracted, for normally distributed entries at the default
+bend; a test derives them again."""

@@ -1,0 +1,134 @@
+"""From merged statistics to a plan: means, order, bit widths and byte offsets, the same on every rank.
+
+Shapes: d coordinates, M super-groups, C chunks, K = ceil(M / C) super-groups in the longest chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dynamiq_core import wire
+from dynamiq_core.allocation import allocate, cost, hull, normalised_errors
+from dynamiq_core.config import CodecConfig
+from dynamiq_core.packing import PLANE
+from dynamiq_core.rounding import Key
+from dynamiq_core.statistics import counts
+
+MEAN_SHARE = 1 / 32
+"""A mean is subtracted where it carries at least this share of a super-group's energy. Elsewhere it would gain
+next to nothing and turn exact zeros, such as the untouched rows of an embedding, into noise."""
+
+RESIDUAL_SHARE = 1 / 256
+"""Energy below this share of the whole cannot be told from the rounding of bfloat16 statistics."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DynamiQPlan:
+    """Everything that encoders and decoders of one all-reduce need to know besides the gradient."""
+
+    config: CodecConfig
+    key: Key
+    workers: int
+    numel: int
+    sizes: tuple[int, ...]
+    """Bytes of each chunk's message."""
+    lengths: tuple[int, ...]
+    """Super-groups of each chunk."""
+    mean: Tensor
+    """float32 [M], what every worker subtracts; 0 where the mean is not worth it, NaN where a gradient is not finite."""
+    index: Tensor
+    """int32 [C, K], super-groups of each chunk by falling energy; -1 past the end."""
+    width: Tensor
+    """int32 [C, K], their bit widths, falling; 0 past the end."""
+    offset: Tensor
+    """int32 [C, K], byte of the message at which their planes start."""
+    scales_at: Tensor
+    """int32 [C], byte at which the scale section starts."""
+    nonzero: Tensor
+    """int32 [C], how many super-groups have a width above 0."""
+    expected_error: Tensor
+    """float64 [], expected squared error of the sum over the workers."""
+
+
+def subtracted_mean(mean: Tensor, energy: Tensor, count: Tensor, *, workers: int, config: CodecConfig) -> Tensor:
+    """The mean that every worker subtracts: float32 [M].
+
+    Args:
+        mean: float32 [M], sum of the workers' means divided by n.
+        energy: float64 [M], sum over the workers of the squared norms.
+        count: int32 [M], real coordinates of each super-group.
+        workers: n.
+        config: ``subtract_mean`` keeps only the NaN that marks a non-finite super-group.
+    """
+    explained = workers * count * mean.to(torch.float64).square()
+    keep = ~torch.isfinite(mean)
+    if config.subtract_mean:
+        keep |= explained >= MEAN_SHARE * energy
+    return torch.where(keep & (mean != 0), mean, 0.0)
+
+
+def make_plan(
+    statistics: Tensor,
+    numel: int,
+    *,
+    config: CodecConfig,
+    key: Key,
+    workers: int,
+    chunks: int,
+    gain: float,
+) -> DynamiQPlan:
+    """Derive the plan; arguments as in `dynamiq_core.protocol.Codec.plan`.
+
+    Raises:
+        InputError: d is outside what a message can describe.
+    """
+    sizes, lengths = wire.message_sizes(config, numel, chunks), wire.chunk_lengths(numel, chunks)
+    device = statistics.device
+    count = counts(numel, device)
+    energy = statistics[:, 1].to(torch.float64).square() * count
+    mean = statistics[:, 0].to(torch.float32) / workers
+    mean = subtracted_mean(mean, energy, count, workers=workers, config=config)
+    residual = energy - workers * count * mean.to(torch.float64).square()
+    residual = torch.where(mean != 0, torch.maximum(residual, RESIDUAL_SHARE * energy), energy).nan_to_num(0.0, 0.0, 0.0)
+
+    largest = residual.max()
+    relative = (residual / torch.where(largest > 0, largest, 1.0)).to(torch.float32)
+    index = _deal(torch.sort(relative, descending=True, stable=True).indices, chunks)
+    present = index >= 0
+    lowest, steps = hull(config, gain)
+    capacities = [size - cost(lowest, config) * length for size, length in zip(sizes, lengths, strict=True)]
+    width = allocate(
+        torch.where(present, relative[index], 0.0), torch.tensor(capacities, device=device), steps, lowest
+    )
+    width = torch.where(present, width, 0)
+
+    planes = width.cumsum(dim=1) * PLANE
+    nonzero = (width > 0).sum(dim=1)
+    errors = torch.tensor(normalised_errors(config), dtype=torch.float64, device=device) * gain
+    errors[0] = 1.0
+    lost = torch.where(present, residual[index] * errors[width], 0.0).sum()
+    return DynamiQPlan(
+        config=config,
+        key=key,
+        workers=workers,
+        numel=numel,
+        sizes=sizes,
+        lengths=lengths,
+        mean=mean,
+        index=index.to(torch.int32),
+        width=width,
+        offset=(planes - width * PLANE).to(torch.int32),
+        scales_at=planes[:, -1].to(torch.int32),
+        nonzero=nonzero.to(torch.int32),
+        expected_error=lost,
+    )
+
+
+def _deal(order: Tensor, chunks: int) -> Tensor:
+    """Deal super-groups round-robin: int64 [C, K], -1 past the end."""
+    longest = -(-order.numel() // chunks)
+    padded = torch.nn.functional.pad(order, (0, longest * chunks - order.numel()), value=-1)
+    return padded.view(longest, chunks).T.contiguous()

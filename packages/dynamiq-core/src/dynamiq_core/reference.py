@@ -1,0 +1,142 @@
+"""The codec's operations in plain torch: the specification against which every kernel is tested.
+
+Float32 operations are written one by one, in the order in which every backend performs them, and are not fused.
+
+Shapes: d coordinates; m super-groups in the chunk at hand, of S = 256 coordinates in 16 groups of 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynamiq_core import packing, scales
+from dynamiq_core.config import GROUP, GROUPS, SUPER_GROUP
+from dynamiq_core.levels import level_of, level_table, positions
+from dynamiq_core.plan import DynamiQPlan
+from dynamiq_core.protocol import Received
+from dynamiq_core.rounding import scale_draws, thresholds
+from dynamiq_core.statistics import as_super_groups
+from dynamiq_core.statistics import statistics as statistics
+
+name = "reference"
+
+
+def decompress_accumulate_recompress(
+    received: Sequence[Received], x: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Tensor
+) -> None:
+    """Encode a chunk of ``x`` plus the received messages into ``out``.
+
+    Args:
+        received: messages of this chunk, added in the order given.
+        x: float32, bfloat16 or float16 [d].
+        plan: of this all-reduce.
+        chunk: which chunk.
+        slot: of this encoding.
+        out: uint8 [plan.sizes[chunk]], overwritten.
+    """
+    values = chunk_values(x, plan, chunk)
+    for message, sender_slot in received:
+        values = values + decode(message, plan, chunk=chunk, slot=sender_slot)
+    encode(values, plan, chunk=chunk, slot=slot, out=out)
+
+
+def decompress_accumulate(message: Tensor, total: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int) -> None:
+    """Add what a message carries to ``total`` (float32 [d], in place), for callers that keep a sum.
+
+    The subtracted means are not added: ``total`` is a sum of what is left of the gradients without them.
+    """
+    rows = as_super_groups(total)
+    index = _index(plan, chunk)
+    rows[index] += decode(message, plan, chunk=chunk, slot=slot)
+    total.copy_(rows.flatten()[: plan.numel])
+
+
+def finish(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Tensor) -> None:
+    """Write the mean over the workers of a chunk's coordinates into ``out`` [d]; other chunks stay."""
+    index = _index(plan, chunk)
+    mean = decode(message, plan, chunk=chunk, slot=slot, divisor=plan.workers) + plan.mean[index, None]
+    where = index[:, None] * SUPER_GROUP + torch.arange(SUPER_GROUP, device=out.device)
+    # Coordinates of the padding go to one place past the end, which is then dropped.
+    padded = torch.cat((out, out.new_zeros(1)))
+    padded[where.clamp(max=plan.numel).flatten()] = mean.flatten().to(out.dtype)
+    out.copy_(padded[:-1])
+
+
+def chunk_values(x: Tensor, plan: DynamiQPlan, chunk: int) -> Tensor:
+    """What a worker contributes to a chunk: float32 [m, 256], the gradient without the means."""
+    index = _index(plan, chunk)
+    return as_super_groups(x)[index] - plan.mean[index, None]
+
+
+def encode(values: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Tensor) -> None:
+    """Quantise and pack the super-groups of a chunk, float32 [m, 256]."""
+    config, index, width = plan.config, _index(plan, chunk), _width(plan, chunk)
+    real = index[:, None] * SUPER_GROUP + torch.arange(SUPER_GROUP, device=index.device) < plan.numel
+    values = torch.where(real, values, 0.0)
+    grouped = values.view(-1, GROUPS, GROUP)
+    maxima = grouped.abs().amax(dim=2)  # NaN stays NaN
+    draw = scale_draws(plan.key, index, slot=slot) if config.scales == "linear" else None
+    coded = scales.encode_scales(maxima, config.scales, draw)
+
+    rows = level_table(config.bend).to(values.device)[width]
+    usable = torch.where(torch.isfinite(maxima).all(dim=1)[:, None], values, 0.0)
+    y = usable * coded.inverse.repeat_interleave(GROUP, dim=1)
+    u = thresholds(config, plan.key, index, slot=slot, workers=plan.workers)
+    codes = torch.floor(positions(y, rows) + (u + rows[:, :1])).clamp(min=0)
+    codes = torch.minimum(codes, 2 * rows[:, :1]).to(torch.uint8)
+
+    out.zero_()
+    packing.pack(codes, width, plan.offset[chunk, : len(index)], out)
+    _write_scales(coded, plan, chunk=chunk, out=out)
+
+
+def decode(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, divisor: int = 1) -> Tensor:
+    """What a message carries, divided by ``divisor``: float32 [m, 256]."""
+    config, index, width = plan.config, _index(plan, chunk), _width(plan, chunk)
+    rows = level_table(config.bend).to(message.device)[width]
+    codes = packing.unpack(message, width, plan.offset[chunk, : len(index)])
+    level = level_of(codes, rows)
+    if config.rounding == "dithered":
+        u = thresholds(config, plan.key, index, slot=slot, workers=plan.workers)
+        level = level - (u - 0.5) * rows[:, 7:]
+    scale = _read_scales(message, plan, chunk=chunk) / divisor
+    values = level * scale.repeat_interleave(GROUP, dim=1)
+    return torch.where((width > 0)[:, None], values, 0.0)
+
+
+def _write_scales(coded: scales.EncodedScales, plan: DynamiQPlan, *, chunk: int, out: Tensor) -> None:
+    packed = scales.pack_codes(coded.codes, plan.config.scales)
+    group_at, super_at = _scale_addresses(plan, chunk)
+    padded = torch.cat((out, out.new_zeros(1)))
+    padded[group_at.flatten()] = packed.flatten()
+    padded[super_at.flatten()] = coded.super_scale.view(torch.uint8)
+    out.copy_(padded[:-1])
+
+
+def _read_scales(message: Tensor, plan: DynamiQPlan, *, chunk: int) -> Tensor:
+    group_at, super_at = _scale_addresses(plan, chunk)
+    padded = torch.cat((message, message.new_zeros(1)))
+    super_scale = padded[super_at.flatten()].view(torch.bfloat16)
+    codes = scales.unpack_codes(padded[group_at], plan.config.scales)
+    return scales.decode_scales(super_scale, codes, plan.config.scales)
+
+
+def _scale_addresses(plan: DynamiQPlan, chunk: int) -> tuple[Tensor, Tensor]:
+    """Bytes of the group codes [m, 8 or 16] and of the super scales [m, 2]; one past the end where there are none."""
+    size, per_group = plan.sizes[chunk], scales.group_bytes(plan.config.scales)
+    k = torch.arange(plan.lengths[chunk], device=plan.index.device)[:, None]
+    start, number = plan.scales_at[chunk], plan.nonzero[chunk]
+    group_at = start + k * per_group + torch.arange(per_group, device=k.device)
+    super_at = start + number * per_group + k * scales.SUPER_BYTES + torch.arange(scales.SUPER_BYTES, device=k.device)
+    return torch.where(k < number, group_at, size), torch.where(k < number, super_at, size)
+
+
+def _index(plan: DynamiQPlan, chunk: int) -> Tensor:
+    return plan.index[chunk, : plan.lengths[chunk]].to(torch.int64)
+
+
+def _width(plan: DynamiQPlan, chunk: int) -> Tensor:
+    return plan.width[chunk, : plan.lengths[chunk]]
