@@ -32,6 +32,7 @@ add_module_names = False
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+doctest_test_doctest_blocks = ""  # examples in docstrings are run by pytest, with the names of their module
 napoleon_use_ivar = True
 python_use_unqualified_type_names = True
 
