@@ -8,9 +8,9 @@ becomes ``floor(p + u)`` with u uniform on (0, 1), which is unbiased whatever th
 * *dithered*: the same u, and the receiver takes ``u - 1/2`` gaps off again. What is left has half the variance
   (Roberts 1962, Schuchman 1964). Streams of different slots are independent, so the roundings of one chain of
   hops stay unbiased given everything that happened before.
-* *correlated*: slot h takes u = rotation + (order(h) + jitter_h) / n modulo 1, with one rotation for all slots of
-  a coordinate: marginally uniform, jointly stratified (Suresh, Sun, Ro, Yu 2022). Errors of roundings made side by
-  side cancel. Along a chain the threshold is not independent of what is being rounded, which leaves a small bias.
+* *correlated*: slot h takes u = (order(h) + rotation + jitter_h) / n modulo 1, with one rotation out of 0..n-1 for all
+  slots of a coordinate: marginally uniform, jointly stratified (Suresh, Sun, Ro, Yu 2022). Errors of roundings made
+  side by side cancel. Along a chain the threshold is not independent of what is being rounded, which leaves a bias.
 
 Shapes: m super-groups, S = 256 coordinates each; lane t owns coordinates 8 t to 8 t + 7.
 """
@@ -100,7 +100,8 @@ def thresholds(config: CodecConfig, key: Key, super_groups: Tensor, *, slot: int
     u = draws(key, super_groups, slot=slot)
     if config.rounding == "correlated":
         start, width = stratum(slot, workers)
-        rotation = draws(key, super_groups, slot=0, stream=Stream.ROTATION)
+        # By whole strata: a common shift inside the strata would not cancel in the sum over the slots.
+        rotation = (draws(key, super_groups, slot=0, stream=Stream.ROTATION) * workers >> 16) * width
         u = (rotation + start + (u * width >> 16)) & 0xFFFF
     return centred(u)
 
