@@ -1,0 +1,172 @@
+"""Messages over torch.distributed: batched point-to-point on a given process group, with Gloo, NCCL and their like.
+
+How sizes are guarded. Gloo matches messages by tag, so the tag is the number of bytes: a message of another size than
+expected meets no receive, and both sides time out. Under one common tag a longer message would end the process, since
+Gloo raises in a thread of its own, and a shorter one would fill part of the buffer without a word. NCCL ignores tags
+and matches by order alone; there a wrong size stays unseen, or stalls, and the sizes have to be agreed beforehand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynamiq_transport.transport import DEFAULT_TIMEOUT, Handle, Message, Transport, TransportError, check_batch
+
+_TAGS = 1 << 31  # tags are non-negative 32-bit integers
+_PROBE = 0.001  # seconds; zero would mean the group's own timeout
+
+
+class _Operation(dist.P2POp):
+    """One message of a batch, addressed by its rank in the group.
+
+    The base class looks the peer up in torch's table of groups. A group made by hand, as for ranks that are threads or
+    for elastic training, is not in that table, and sending needs nothing but the rank inside the group.
+    """
+
+    def __init__(self, verb: Callable[..., Any], tensor: Tensor, group: dist.ProcessGroup, peer: int) -> None:
+        self.op = verb
+        self.tensor = tensor
+        self.group = group
+        self.peer = self.group_peer = peer
+        self.tag = tensor.numel() % _TAGS
+
+    def __new__(cls, *_: object) -> Self:
+        return object.__new__(cls)
+
+
+def _describe(operation: dist.P2POp) -> str:
+    verb = "send to" if operation.op is dist.isend else "receive from"
+    return f"{verb} rank {operation.group_peer} {operation.tensor.numel()} bytes"
+
+
+class _TorchHandle(Handle):
+    """Keeps the operations, and with them the buffers, until they are done."""
+
+    def __init__(self, transport: TorchTransport, operations: list[dist.P2POp], works: list[dist.Work]) -> None:
+        self._transport = transport
+        if len(works) == len(operations):
+            self._parts = [(work, [operation]) for work, operation in zip(works, operations, strict=True)]
+        else:  # a backend that posts the batch as one call returns one work for all of it
+            self._parts = [(work, operations) for work in works]
+
+    def wait(self) -> None:
+        parts, self._parts = self._parts, []
+        deadline = time.monotonic() + self._transport.timeout
+        failures: list[tuple[list[dist.P2POp], str]] = []
+        for work, operations in parts:
+            # After a failure only look at the rest, to name every peer that is not there.
+            remaining = _PROBE if failures else max(_PROBE, deadline - time.monotonic())
+            try:
+                if operations[0].tensor.is_cuda:
+                    work.wait()
+                else:
+                    work.wait(timedelta(seconds=remaining))
+            except RuntimeError as error:
+                failures.append((operations, str(error)))
+        self._transport._settle(self)
+        if failures:
+            raise self._transport._fail(failures)
+
+
+class TorchTransport(Transport):
+    """The ranks of a torch.distributed process group.
+
+    Every batch is one ``batch_isend_irecv`` on that group. Give it a group that carries nothing else, since messages
+    are matched by order and the user's own collectives must not be caught in between; `dedicated_group` makes one.
+    Ranks are those of the group, whatever their global ranks.
+
+    On CPU a failure is raised by ``wait`` within ``timeout``. With NCCL a wait only orders the stream; a dead peer
+    shows in NCCL's watchdog after the group's own timeout, as for any other collective. The first batch on CUDA also
+    makes every rank of the group meet once, because NCCL connects a group in its first call and all must make it.
+
+    Args:
+        process_group: the group, registered with torch or made by hand; the default group when None.
+        timeout: seconds that a wait lasts at most, above 0.
+
+    Raises:
+        ValueError: there is no default group yet, or the timeout is out of range.
+        TypeError: no process group, which is also what torch hands to a process that is not a member.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+        if not timeout > 0:
+            raise ValueError(f"timeout cannot be {timeout}; allowed: seconds above 0")
+        if process_group is None:
+            if not dist.is_initialized():
+                raise ValueError("there is no default process group; call torch.distributed.init_process_group first")
+            process_group = dist.group.WORLD
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(
+                f"process_group cannot be {process_group!r}; allowed: a torch.distributed.ProcessGroup that this process "
+                "is a member of (other processes get no transport)"
+            )
+        self.process_group = process_group
+        self.rank = process_group.rank()
+        self.size = process_group.size()
+        self.timeout = timeout
+        self._in_flight: set[Handle] = set()
+        self._joined: set[torch.device] = set()
+        self._closed: str | None = None
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Handle:
+        check_batch(self, sends, recvs)
+        if self._closed is not None:
+            raise TransportError(f"the transport of rank {self.rank} {self._closed}")
+        messages = [(dist.irecv, *message) for message in recvs] + [(dist.isend, *message) for message in sends]
+        # Not every backend carries empty messages; both sides know the sizes, so both leave them out.
+        operations: list[dist.P2POp] = [
+            _Operation(verb, tensor, self.process_group, peer) for verb, peer, tensor in messages if tensor.numel()
+        ]
+        handle = _TorchHandle(self, operations, self._post(operations))
+        self._in_flight.add(handle)
+        return handle
+
+    def close(self) -> None:
+        """Wait for what is still in flight, so that no message is lost when the process ends. The group stays."""
+        pending = () if self._closed else tuple(self._in_flight)
+        self._closed = self._closed or "is closed"
+        for handle in pending:
+            handle.wait()
+        self._in_flight.clear()
+
+    def _post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
+        if not operations:
+            return []  # batch_isend_irecv takes no empty list
+        devices = {operation.tensor.device for operation in operations}
+        if len(devices) > 1:
+            raise ValueError(f"a batch cannot mix devices: {', '.join(sorted(map(str, devices)))}")
+        try:
+            if (device := devices.pop()).type != "cuda":
+                return dist.batch_isend_irecv(operations)
+            with torch.cuda.device(device):  # NCCL works on the current device
+                self._join(device)
+                return dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise self._fail([(operations, str(error))]) from error
+
+    def _join(self, device: torch.device) -> None:
+        """Let all ranks meet before the first batch on a CUDA device, in which only some of them may take part."""
+        if device not in self._joined:
+            self._joined.add(device)
+            self.process_group.allreduce([torch.zeros(1, device=device)]).wait()
+
+    def _settle(self, handle: Handle) -> None:
+        self._in_flight.discard(handle)
+
+    def _fail(self, failures: list[tuple[list[dist.P2POp], str]]) -> TransportError:
+        """Close for good, since the backend has lost its place in the order of messages."""
+        peers = sorted({operation.group_peer for operations, _ in failures for operation in operations})
+        told = "; ".join(f"{', '.join(map(_describe, operations))}: {why}" for operations, why in failures)
+        self._closed = f"has failed before (peers {peers})"
+        return TransportError(
+            f"rank {self.rank} lost peer {', '.join(map(str, peers))} (timeout {self.timeout:g} s): could not {told}. "
+            "A peer that is stopped, dead, behind, or sending another size gives this.",
+            peers=peers,
+        )
