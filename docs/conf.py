@@ -1,0 +1,62 @@
+"""Sphinx settings: ``nox -s docs`` builds the site with every warning an error."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from docutils.nodes import Element
+    from sphinx.addnodes import pending_xref
+    from sphinx.application import Sphinx
+    from sphinx.environment import BuildEnvironment
+
+project = "DynamiQ"
+copyright = "the DynamiQ authors"
+release = version("dynamiq-ddp")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = "DynamiQ"
+html_static_path = ["_static"]
+html_css_files = ["figures.css"]
+
+default_role = "code"
+add_module_names = False
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+
+# Names of other projects are printed, not linked: the site builds without a network. A name of ours must resolve;
+# type variables have no page of their own.
+_others = "|".join(sorted({*sys.stdlib_module_names, "mpi4py", "numpy", "torch"}))
+nitpick_ignore_regex = [("py:.*", rf"({_others})(\..*)?"), ("py:.*", r"(dynamiq_[\w.]+\.)?[A-Z]")]
+
+
+def resolve_where_it_is_exported(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: Element
+) -> Element | None:
+    """Link ``dynamiq_core.protocol.Codec``, as annotations spell it, to ``dynamiq_core.Codec``, its public name."""
+    match = re.fullmatch(r"(dynamiq_\w+)\.(.+)", node.get("reftarget", ""))
+    if node.get("refdomain") != "py" or match is None:
+        return None
+    package, path = match[1], match[2].split(".")
+    domain = env.domains["py"]
+    for start in range(1, len(path)):
+        public = ".".join([package, *path[start:]])
+        found = domain.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], public, node, contnode)
+        if found is not None:
+            return found
+    return None
+
+
+def setup(app: Sphinx) -> None:
+    """Sphinx's entry point for what the settings alone cannot say."""
+    app.connect("missing-reference", resolve_where_it_is_exported)
