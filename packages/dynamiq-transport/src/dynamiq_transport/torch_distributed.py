@@ -17,10 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynamiq_transport.transport import DEFAULT_TIMEOUT, Handle, Message, Transport, TransportError, check_batch
+from dynamiq_transport.transport import (
+    DEFAULT_TIMEOUT,
+    Handle,
+    Message,
+    Transport,
+    TransportError,
+    check_batch,
+    check_timeout,
+)
 
 _TAGS = 1 << 31  # tags are non-negative 32-bit integers
 _PROBE = 0.001  # seconds; zero would mean the group's own timeout
+
+_Failure = tuple[dist.P2POp, str]
 
 
 class _Operation(dist.P2POp):
@@ -41,37 +51,43 @@ class _Operation(dist.P2POp):
         return object.__new__(cls)
 
 
-def _describe(operation: dist.P2POp) -> str:
-    verb = "send to" if operation.op is dist.isend else "receive from"
-    return f"{verb} rank {operation.group_peer} {operation.tensor.numel()} bytes"
+class _Part:
+    """What one ``Work`` stands for: one message, or the whole batch where the backend posts it as one call."""
+
+    def __init__(self, work: dist.Work, operations: list[dist.P2POp]) -> None:
+        self.work = work
+        self.operations = operations
+
+    def wait(self, seconds: float) -> None:
+        if self.operations[0].tensor.is_cuda:
+            self.work.wait()  # only orders the stream; a timeout would block the host
+        else:
+            self.work.wait(timedelta(seconds=seconds))
 
 
 class _TorchHandle(Handle):
     """Keeps the operations, and with them the buffers, until they are done."""
 
-    def __init__(self, transport: TorchTransport, operations: list[dist.P2POp], works: list[dist.Work]) -> None:
+    def __init__(self, transport: TorchTransport, parts: list[_Part]) -> None:
         self._transport = transport
-        if len(works) == len(operations):
-            self._parts = [(work, [operation]) for work, operation in zip(works, operations, strict=True)]
-        else:  # a backend that posts the batch as one call returns one work for all of it
-            self._parts = [(work, operations) for work in works]
+        self._parts = parts
+        self._lost: tuple[int, ...] = ()
 
     def wait(self) -> None:
+        if self._lost:
+            raise TransportError(f"this batch has failed before (peers {self._lost})", self._lost)
         parts, self._parts = self._parts, []
         deadline = time.monotonic() + self._transport.timeout
-        failures: list[tuple[list[dist.P2POp], str]] = []
-        for work, operations in parts:
-            # After a failure only look at the rest, to name every peer that is not there.
-            remaining = _PROBE if failures else max(_PROBE, deadline - time.monotonic())
+        failures: list[_Failure] = []
+        for part in parts:
             try:
-                if operations[0].tensor.is_cuda:
-                    work.wait()
-                else:
-                    work.wait(timedelta(seconds=remaining))
+                # After a failure only look at the rest, to name every peer that is not there.
+                part.wait(_PROBE if failures else max(_PROBE, deadline - time.monotonic()))
             except RuntimeError as error:
-                failures.append((operations, str(error)))
-        self._transport._settle(self)
+                failures += ((operation, str(error)) for operation in part.operations)
+        self._transport._in_flight.discard(self)
         if failures:
+            self._lost = _peers(failures)
             raise self._transport._fail(failures)
 
 
@@ -80,7 +96,7 @@ class TorchTransport(Transport):
 
     Every batch is one ``batch_isend_irecv`` on that group. Give it a group that carries nothing else, since messages
     are matched by order and the user's own collectives must not be caught in between; `dedicated_group` makes one.
-    Ranks are those of the group, whatever their global ranks.
+    Ranks are those of the group, whatever their global ranks. The group stays the caller's to destroy.
 
     On CPU a failure is raised by ``wait`` within ``timeout``. With NCCL a wait only orders the stream; a dead peer
     shows in NCCL's watchdog after the group's own timeout, as for any other collective. The first batch on CUDA also
@@ -96,8 +112,6 @@ class TorchTransport(Transport):
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout cannot be {timeout}; allowed: seconds above 0")
         if process_group is None:
             if not dist.is_initialized():
                 raise ValueError("there is no default process group; call torch.distributed.init_process_group first")
@@ -110,8 +124,8 @@ class TorchTransport(Transport):
         self.process_group = process_group
         self.rank = process_group.rank()
         self.size = process_group.size()
-        self.timeout = timeout
-        self._in_flight: set[Handle] = set()
+        self.timeout = check_timeout(timeout)
+        self._in_flight: set[_TorchHandle] = set()
         self._joined: set[torch.device] = set()
         self._closed: str | None = None
 
@@ -124,17 +138,25 @@ class TorchTransport(Transport):
         operations: list[dist.P2POp] = [
             _Operation(verb, tensor, self.process_group, peer) for verb, peer, tensor in messages if tensor.numel()
         ]
-        handle = _TorchHandle(self, operations, self._post(operations))
+        works = self._post(operations)
+        if len(works) == len(operations):
+            parts = [_Part(work, [operation]) for work, operation in zip(works, operations, strict=True)]
+        else:
+            parts = [_Part(work, operations) for work in works]
+        handle = _TorchHandle(self, parts)
         self._in_flight.add(handle)
         return handle
 
     def close(self) -> None:
-        """Wait for what is still in flight, so that no message is lost when the process ends. The group stays."""
-        pending = () if self._closed else tuple(self._in_flight)
-        self._closed = self._closed or "is closed"
-        for handle in pending:
+        """Wait for what is still in flight, so that no message is lost when the process ends."""
+        for handle in tuple(self._in_flight):
             handle.wait()
+        self.abort()
+
+    def abort(self) -> None:
+        """Leave without finishing anything; peers notice when the group is destroyed or their timeout has passed."""
         self._in_flight.clear()
+        self._closed = self._closed or "is closed"
 
     def _post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
         if not operations:
@@ -149,7 +171,7 @@ class TorchTransport(Transport):
                 self._join(device)
                 return dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise self._fail([(operations, str(error))]) from error
+            raise self._fail([(operation, str(error)) for operation in self._unreachable(operations)]) from error
 
     def _join(self, device: torch.device) -> None:
         """Let all ranks meet before the first batch on a CUDA device, in which only some of them may take part."""
@@ -157,16 +179,35 @@ class TorchTransport(Transport):
             self._joined.add(device)
             self.process_group.allreduce([torch.zeros(1, device=device)]).wait()
 
-    def _settle(self, handle: Handle) -> None:
-        self._in_flight.discard(handle)
+    def _unreachable(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Those whose peer takes no other message either: a batch that fails does not say which part did."""
+        lost = []
+        for operation in operations:
+            if operation.tensor.is_cuda:
+                continue
+            try:
+                dist.isend(torch.empty(0, dtype=torch.uint8), group=self.process_group, group_dst=operation.group_peer)
+            except RuntimeError:
+                lost.append(operation)
+        return lost or operations
 
-    def _fail(self, failures: list[tuple[list[dist.P2POp], str]]) -> TransportError:
-        """Close for good, since the backend has lost its place in the order of messages."""
-        peers = sorted({operation.group_peer for operations, _ in failures for operation in operations})
-        told = "; ".join(f"{', '.join(map(_describe, operations))}: {why}" for operations, why in failures)
+    def _fail(self, failures: list[_Failure]) -> TransportError:
+        """Give up for good: the ranks have lost their common place in the order of messages."""
+        peers = _peers(failures)
+        self.abort()
         self._closed = f"has failed before (peers {peers})"
         return TransportError(
-            f"rank {self.rank} lost peer {', '.join(map(str, peers))} (timeout {self.timeout:g} s): could not {told}. "
+            f"rank {self.rank} lost peer {', '.join(map(str, peers))} (timeout {self.timeout:g} s): could not "
+            f"{'; '.join(_describe(operation, reason) for operation, reason in failures)}. "
             "A peer that is stopped, dead, behind, or sending another size gives this.",
-            peers=peers,
+            peers,
         )
+
+
+def _peers(failures: list[_Failure]) -> tuple[int, ...]:
+    return tuple(sorted({operation.group_peer for operation, _ in failures}))
+
+
+def _describe(operation: dist.P2POp, reason: str) -> str:
+    verb = "send to" if operation.op is dist.isend else "receive from"
+    return f"{verb} rank {operation.group_peer} {operation.tensor.numel()} bytes: {reason}"
