@@ -1,6 +1,7 @@
 """Moves bytes between ranks, and says in which order a multi-hop all-reduce needs them; knows no codec."""
 
 from dynamiq_transport.agree import gather_records as gather_records
+from dynamiq_transport.group import dedicated_group as dedicated_group
 from dynamiq_transport.local import LocalTransport as LocalTransport
 from dynamiq_transport.local import run_local as run_local
 from dynamiq_transport.schedules import Schedule as Schedule
@@ -33,6 +34,7 @@ __all__ = [
     "butterfly",
     "check_batch",
     "check_schedule",
+    "dedicated_group",
     "direct",
     "gain",
     "gather_records",

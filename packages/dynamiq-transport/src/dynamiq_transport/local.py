@@ -17,7 +17,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dynamiq_transport.transport import DEFAULT_TIMEOUT, Handle, Message, Transport, TransportError, check_batch
+from dynamiq_transport.transport import (
+    DEFAULT_TIMEOUT,
+    Handle,
+    Message,
+    Transport,
+    TransportError,
+    check_batch,
+    check_timeout,
+)
 
 T = TypeVar("T")
 
@@ -86,29 +94,33 @@ class _LocalHandle(Handle):
     def __init__(self, transport: LocalTransport, posts: list[tuple[str, int, _Post]]) -> None:
         self._transport = transport
         self._posts = posts
+        self._lost: tuple[int, ...] = ()
 
     def wait(self) -> None:
-        deadline = time.monotonic() + self._transport.timeout
+        if self._lost:
+            raise TransportError(f"this batch has failed before (peers {self._lost})", self._lost)
         posts, self._posts = self._posts, []
+        transport = self._transport
+        transport._in_flight.discard(self)
+        deadline = time.monotonic() + transport.timeout
         for verb, peer, post in posts:
             in_time = post.finished.wait(max(0.0, deadline - time.monotonic()))
-            if in_time and post.error is None:
-                if post.copied is not None:
-                    torch.cuda.current_stream(post.tensor.device).wait_event(post.copied)
-                continue
-            reason = post.error if in_time else f"nothing happened within {self._transport.timeout:g} s"
-            self._transport.close()
-            raise TransportError(
-                f"rank {self._transport.rank} could not {verb} rank {peer} a message of {post.tensor.numel()} bytes: "
-                f"{reason}",
-                peers=(peer,),
-            )
+            if not in_time or post.error is not None:
+                reason = post.error if in_time else f"nothing happened within {transport.timeout:g} s"
+                self._lost = (peer,)
+                transport.abort()
+                raise TransportError(
+                    f"rank {transport.rank} could not {verb} rank {peer} {post.tensor.numel()} bytes: {reason}", (peer,)
+                )
+            if post.copied is not None:
+                torch.cuda.current_stream(post.tensor.device).wait_event(post.copied)
 
 
 class LocalTransport(Transport):
     """A rank among others in the same process, each on its own thread; made by `LocalTransport.group`.
 
-    CPU and CUDA tensors. A pair of messages of different sizes fails on both ranks.
+    CPU and CUDA tensors. A pair of messages of different sizes fails on both ranks. A rank that has closed, aborted
+    or failed makes everything fail at once that its peers still expect of it, now or later.
 
     Attributes:
         timeout: seconds that a wait lasts at most.
@@ -119,6 +131,7 @@ class LocalTransport(Transport):
         self.size = size
         self.timeout = timeout
         self._shared = shared
+        self._in_flight: set[_LocalHandle] = set()
 
     @classmethod
     def group(cls, size: int, *, timeout: float = DEFAULT_TIMEOUT) -> list[LocalTransport]:
@@ -133,8 +146,7 @@ class LocalTransport(Transport):
         """
         if size < 1:
             raise ValueError(f"a group cannot have size {size}; allowed: 1 or more")
-        if not timeout > 0:
-            raise ValueError(f"timeout cannot be {timeout}; allowed: seconds above 0")
+        check_timeout(timeout)
         shared = _Group(size)
         return [cls(rank, size, shared, timeout) for rank in range(size)]
 
@@ -151,10 +163,19 @@ class LocalTransport(Transport):
             post = _Post(self.rank, tensor)
             self._shared.post(self.rank, peer, post)
             posts.append(("send to", peer, post))
-        return _LocalHandle(self, posts)
+        handle = _LocalHandle(self, posts)
+        self._in_flight.add(handle)
+        return handle
 
     def close(self) -> None:
-        """Leave the group: what peers still expect of this rank, now or later, fails at once."""
+        try:
+            for handle in tuple(self._in_flight):
+                handle.wait()
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        self._in_flight.clear()
         self._shared.close(self.rank)
 
 

@@ -40,7 +40,7 @@ class Handle(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when every message of the batch has been sent or received; a second call returns at once.
+        """Return when every message of the batch has been sent or received; a second call gives the same answer.
 
         For CPU tensors the call blocks: afterwards received bytes can be read, and sent buffers reused. For CUDA
         tensors it only makes the current stream wait, as torch's own asynchronous operations do.
@@ -53,8 +53,8 @@ class Handle(ABC):
 class Transport(ABC):
     """Moves bytes between the ``size`` ranks of a group.
 
-    Usable as a context manager that closes at the end. An instance belongs to one thread at a time: its batches are
-    matched by the order in which they are posted.
+    Usable as a context manager that closes at the end, and aborts when an exception passes through. An instance
+    belongs to one thread at a time, since batches are matched by the order in which they are posted.
 
     Attributes:
         rank: this process's rank in the transport's own group.
@@ -86,8 +86,13 @@ class Transport(ABC):
     def close(self) -> None:
         """Finish what was posted and never waited for, and release what the transport holds; may be repeated.
 
-        After a failure nothing is waited for.
+        Raises:
+            TransportError: a message that was never waited for did not come through.
         """
+
+    def abort(self) -> None:
+        """Leave without finishing anything, because something went wrong on this rank; may be repeated."""
+        self.close()
 
     def __enter__(self) -> Self:
         return self
@@ -95,7 +100,10 @@ class Transport(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self.abort()
 
 
 def check_batch(transport: Transport, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
@@ -115,3 +123,14 @@ def check_batch(transport: Transport, sends: Sequence[Message], recvs: Sequence[
                     f"rank {transport.rank} cannot {verb} rank {peer} a tensor of {tensor.dtype}, {layout}, shape "
                     f"{tuple(tensor.shape)}; allowed: contiguous torch.uint8"
                 )
+
+
+def check_timeout(timeout: float) -> float:
+    """Refuse a timeout that is no positive number of seconds, and return it.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not timeout > 0:
+        raise ValueError(f"timeout cannot be {timeout}; allowed: seconds above 0")
+    return timeout
