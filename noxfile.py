@@ -81,7 +81,7 @@ def tests(session: nox.Session, layer: str) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The site with every warning an error, then the examples in it."""
+    """The site with every warning an error, then the examples in its pages."""
     install(session, "sphinx", "furo", "myst-parser", packages=[*BELOW_DDP, "packages/dynamiq-ddp"])
     for builder in ("html", "doctest"):
         session.run("sphinx-build", "-n", "-W", "--keep-going", "-q", "-b", builder, "docs", f"docs/_build/{builder}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from importlib.metadata import version
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 project = "DynamiQ"
 copyright = "the DynamiQ authors"
-release = version("dynamiq-ddp")
+release = metadata.version("dynamiq-ddp")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
@@ -32,12 +32,20 @@ add_module_names = False
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+doctest_test_doctest_blocks = ""  # examples in docstrings are run by pytest, with the names of their module
+napoleon_use_ivar = True
 python_use_unqualified_type_names = True
 
 # Names of other projects are printed, not linked: the site builds without a network. A name of ours must resolve;
 # type variables have no page of their own.
 _others = "|".join(sorted({*sys.stdlib_module_names, "mpi4py", "numpy", "torch"}))
-nitpick_ignore_regex = [("py:.*", rf"({_others})(\..*)?"), ("py:.*", r"(dynamiq_[\w.]+\.)?[A-Z]")]
+nitpick_ignore_regex = [("py:.*", rf"({_others})(\..*)?"), ("py:.*", r"(dynamiq_[\w.]+\.)?[A-Z]"), ("py:.*", "Tensor")]
+# Types that stand in a public signature, but that no user makes or names.
+nitpick_ignore = [
+    ("py:class", "Transfer"),
+    ("py:class", "dynamiq_core.rounding.Key"),
+    ("py:class", "dynamiq_transport.local._Group"),
+]
 
 
 def resolve_where_it_is_exported(
@@ -57,6 +65,12 @@ def resolve_where_it_is_exported(
     return None
 
 
+def skip_tuple_fields(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object) -> bool | None:
+    """Leave out the members of NamedTuples that say nothing: the signature and the class docstring have them."""
+    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
 def setup(app: Sphinx) -> None:
     """Sphinx's entry point for what the settings alone cannot say."""
+    app.connect("autodoc-skip-member", skip_tuple_fields)
     app.connect("missing-reference", resolve_where_it_is_exported)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dynamiq_core.config import MAX_WIDTH, CodecConfig
+from dynamiq_core.config import CodecConfig
 from dynamiq_core.packing import PLANE
 from dynamiq_core.scales import SUPER_BYTES, group_bytes
 
@@ -55,7 +56,7 @@ def hull(config: CodecConfig, gain: float) -> tuple[int, tuple[Step, ...]]:
         kept.append(point)
     while len(kept) > 1 and _slope(kept[-2], kept[-1]) <= 0:
         kept.pop()
-    steps = tuple(Step(b[2], b[0] - a[0], _slope(a, b)) for a, b in zip(kept, kept[1:], strict=False))
+    steps = tuple(Step(b[2], b[0] - a[0], _slope(a, b)) for a, b in pairwise(kept))
     return kept[0][2], steps
 
 
@@ -103,9 +104,7 @@ def _threshold(keys: Tensor, prices: Tensor, capacities: Tensor) -> Tensor:
     for _ in range(31):
         middle = low + (high - low) // 2
         bound = -middle.view(torch.float32)
-        count = torch.searchsorted(
-            falling, bound[:, None, None].expand(-1, keys.shape[1], 1).reshape(-1, 1), right=True
-        )
+        count = torch.searchsorted(falling, bound.repeat_interleave(keys.shape[1])[:, None], right=True)
         fits = (count.view(keys.shape[:2]) * prices).sum(dim=1) <= capacities
         high, low = torch.where(fits, middle, high), torch.where(fits, low, middle + 1)
     return high

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -59,7 +58,7 @@ class CodecConfig:
         self._check_widths()
         _check_choice("scales", self.scales, get_args(Scales))
         _check_choice("rounding", self.rounding, get_args(Rounding))
-        _check_real("bits", self.bits, *self.bits_range())
+        _check_real(f"bits with widths {self.widths}", self.bits, *self.bits_range())
         _check_real("bend", self.bend, 1.0, 4.0)
         if not isinstance(self.subtract_mean, bool):
             raise ConfigError(f"subtract_mean must be True or False, not {self.subtract_mean!r}")
@@ -108,7 +107,7 @@ def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _check_real(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{name} must be a real number, not {value!r}")
-    if not low <= value <= high:
-        raise ConfigError(f"{name} must be from {low:g} to {high:g} with these widths, not {value!r}")
+    if not low <= value <= high:  # NaN is in no range
+        raise ConfigError(f"{name} must be from {low:g} to {high:g}, not {value!r}")

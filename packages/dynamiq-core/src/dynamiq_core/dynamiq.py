@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from dynamiq_core.errors import InputError
 from dynamiq_core.plan import DynamiQPlan, make_plan
 from dynamiq_core.protocol import Codec, Received
 from dynamiq_core.rounding import Key
+from dynamiq_core.statistics import super_groups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Gradient dtypes that the codec reads and writes; all arithmetic is float32."""
@@ -80,7 +82,18 @@ class DynamiQ(Codec[DynamiQPlan]):
         return self.operations.statistics(x)
 
     def merge_statistics(self, parts: Sequence[Tensor]) -> Tensor:
-        """Statistics of several workers together; see `dynamiq_core.statistics.merge_statistics`."""
+        """Statistics of several workers together; see `dynamiq_core.statistics.merge_statistics`.
+
+        Raises:
+            InputError: there are none, or they are not of one shape.
+        """
+        if not parts:
+            raise InputError("statistics of at least one worker are needed, not of 0")
+        for part in parts:
+            if part.dtype != torch.bfloat16 or part.dim() != 2 or part.shape[1] != 2:
+                raise InputError(f"statistics must be bfloat16 [M, 2], not {part.dtype} of shape {tuple(part.shape)}")
+            if len(part) != len(parts[0]):
+                raise InputError(f"statistics of {len(part)} super-groups do not fit those of {len(parts[0])}")
         return statistics.merge_statistics(parts)
 
     def plan(
@@ -101,11 +114,14 @@ class DynamiQ(Codec[DynamiQPlan]):
             InputError: an argument is out of range, or the statistics do not belong to d coordinates.
         """
         if statistics is None or statistics.dtype != torch.bfloat16:
-            raise InputError("statistics must be the merged bfloat16 rows of phase 1")
+            what = "None" if statistics is None else statistics.dtype
+            raise InputError(f"statistics must be the merged bfloat16 rows of phase 1, not {what}")
         if workers < 1 or chunks < 1 or numel < 1:
             raise InputError(f"workers, chunks and numel must be positive, not {workers}, {chunks} and {numel}")
-        if statistics.shape != (-(-numel // 256), 2):
+        if statistics.shape != (super_groups(numel), 2):
             raise InputError(f"statistics of shape {tuple(statistics.shape)} do not belong to {numel} coordinates")
+        if gain is not None and not 0 < gain < math.inf:
+            raise InputError(f"gain must be a positive number, not {gain}")
         return make_plan(
             statistics.to(device),
             numel,
@@ -190,6 +206,8 @@ class DynamiQ(Codec[DynamiQPlan]):
 
 
 def _check_vector(name: str, x: Tensor, plan: DynamiQPlan | None = None) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a tensor, not {type(x).__name__}")
     if x.dtype not in DTYPES:
         raise InputError(f"{name} must be float32, bfloat16 or float16, not {x.dtype}")
     if x.dim() != 1 or not x.is_contiguous():
@@ -198,6 +216,8 @@ def _check_vector(name: str, x: Tensor, plan: DynamiQPlan | None = None) -> None
         raise InputError(f"{name} must not be empty")
     if plan is not None and x.numel() != plan.numel:
         raise InputError(f"{name} has {x.numel()} coordinates, the plan is for {plan.numel}")
+    if plan is not None and x.device != plan.mean.device:
+        raise InputError(f"{name} is on {x.device}, the plan on {plan.mean.device}")
 
 
 def _check_message(name: str, message: Tensor, plan: DynamiQPlan, chunk: int) -> None:
@@ -206,6 +226,8 @@ def _check_message(name: str, message: Tensor, plan: DynamiQPlan, chunk: int) ->
             f"{name} of chunk {chunk} must be {plan.sizes[chunk]} contiguous bytes,"
             f" not {message.dtype} of shape {tuple(message.shape)}"
         )
+    if message.device != plan.mean.device:
+        raise InputError(f"{name} is on {message.device}, the plan on {plan.mean.device}")
 
 
 def _check_place(plan: DynamiQPlan, chunk: int, slot: int) -> None:

@@ -6,6 +6,9 @@ minimum or maximum of two straight lines, so an encoder needs neither a square r
 can do the same float32 operations in the same order.
 
 Positions: code k sits at p = k; the centre of the range is h = (2**w - 1) / 2, and m = k - h is a half-integer.
+Distances from zero are measured in inner gaps: half-integers as far as the knee, steps of ``bend`` beyond it. The
+constants have so few bits that distances are exact, and so is their product with a dither: a backend may fuse those
+multiplications with the additions that follow and still gets the same bits.
 """
 
 from __future__ import annotations
@@ -17,31 +20,42 @@ from torch import Tensor
 
 from dynamiq_core.config import MAX_WIDTH
 
-COLUMNS = ("centre", "inner", "outer", "shift", "inner_gap", "outer_gap", "offset", "dither")
+COLUMNS = ("centre", "inner", "outer", "shift", "gap", "bend", "offset", "dither")
 """Columns of `level_table`, in order."""
+
+BEND_BITS = 12
+"""Fractional bits of the bend: times a half-integer of 8 bits it is exact in float32."""
+
+DITHER_BITS = 7
+"""Fractional bits of the dither's gap: times a dither of 16 bits it is exact in float32."""
 
 
 @lru_cache(maxsize=64)
 def level_table(bend: float) -> Tensor:
     """Constants of every width: float32 [9, 8] on the CPU, row = width, columns as in `COLUMNS`.
 
-    For |y| in [0, 1] the distance from the centre is z = min(|y| * inner, |y| * outer + shift), in codes.
-    For a distance |m| the level is max(|m| * inner_gap, |m| * outer_gap - offset).
-    ``dither`` is the gap by which a shared dither is scaled when it is subtracted: for any value the estimate stays
-    unbiased; the variance is gap**2 / 12 + (gap - dither)**2 / 12, least for a typical gap.
+    For |y| in [0, 1] the position is |m| = min(|y| * inner, |y| * outer + shift), at most the centre.
+    The distance of a code from zero is max(|m|, |m| * bend - offset) inner gaps of size ``gap``.
+    ``dither`` is the number of inner gaps by which a shared dither is scaled when it is subtracted: for any value the
+    estimate stays unbiased; the variance is gap**2 / 12 + (gap - dither)**2 / 12, least for a typical gap.
     """
-    table = torch.zeros(MAX_WIDTH + 1, len(COLUMNS), dtype=torch.float64)
+    ratio = _rounded(bend, BEND_BITS)
+    table = torch.zeros(MAX_WIDTH + 1, len(COLUMNS), dtype=torch.float32)
     for width in range(1, MAX_WIDTH + 1):
         centre = (2**width - 1) / 2
         knee = max(2.0 ** (width - 2) - 0.5, 0.0)  # the bend lies on a level: no cell straddles it
-        inner = bend * (centre - knee) + knee
-        outer = inner / bend
-        shift = centre - outer
-        dither = _typical_gap(bend) / centre
+        inner = ratio * (centre - knee) + knee
+        outer = torch.tensor(inner / ratio, dtype=torch.float32).item()
+        shift = centre - outer  # exact: both lie within a factor of two, so y = 1 lands on the centre and not beyond
+        dither = _rounded(_typical_gap(ratio) * inner / centre, DITHER_BITS)
         table[width] = torch.tensor(
-            [centre, inner, outer, shift, 1 / inner, 1 / outer, shift / outer, dither], dtype=torch.float64
+            [centre, inner, outer, shift, 1 / inner, ratio, (ratio - 1) * knee, dither], dtype=torch.float64
         )
-    return table.to(torch.float32)
+    return table
+
+
+def _rounded(value: float, bits: int) -> float:
+    return round(value * 2**bits) / 2**bits
 
 
 def _typical_gap(bend: float) -> float:
@@ -57,7 +71,8 @@ def levels(width: int, bend: float) -> Tensor:
     tensor([-1.0000, -0.2500,  0.2500,  1.0000])
     """
     codes = torch.arange(2**width)[None]
-    return level_of(codes, level_table(bend)[width : width + 1])[0]
+    row = level_table(bend)[width : width + 1]
+    return distances(codes, row)[0] / row[0, COLUMNS.index("inner")]
 
 
 def positions(y: Tensor, rows: Tensor) -> Tensor:
@@ -72,9 +87,17 @@ def positions(y: Tensor, rows: Tensor) -> Tensor:
     return torch.copysign(torch.minimum(magnitude * inner, magnitude * outer + shift), y)
 
 
-def level_of(codes: Tensor, rows: Tensor) -> Tensor:
-    """The level of each code: float32 [m, k] for integer codes [m, k] and rows as in `positions`."""
-    centre, _, _, _, inner_gap, outer_gap, offset, _ = rows.unsqueeze(1).unbind(-1)
+def distances(codes: Tensor, rows: Tensor) -> Tensor:
+    """Signed distance of every code's level from zero, in inner gaps, exact.
+
+    Args:
+        codes: integers [m, k].
+        rows: as in `positions`.
+
+    Returns:
+        float32 [m, k].
+    """
+    centre, _, _, _, _, bend, offset, _ = rows.unsqueeze(1).unbind(-1)
     m = codes.to(torch.float32) - centre
     magnitude = m.abs()
-    return torch.copysign(torch.maximum(magnitude * inner_gap, magnitude * outer_gap - offset), m)
+    return torch.copysign(torch.maximum(magnitude, magnitude * bend - offset), m)

@@ -1,7 +1,8 @@
-"""Lane-interleaved bit planes: codes of any width packed without waste.
+"""Bit planes: codes of any width packed without waste.
 
-A plane of a super-group is 32 bytes; bit q of byte t of plane p is bit p of the code of coordinate 32 q + t. Lane t
-of a GPU warp owns byte t of every plane, so its loads are coalesced; a CPU sees 32 neighbouring bytes as one vector.
+A plane of a super-group is a bitmap of 32 bytes, least significant bit first: bit q of byte t of plane p is bit p of
+the code of coordinate 8 t + q. Lane t of a GPU warp owns byte t of every plane and the eight neighbouring coordinates
+that belong to it, half a group: it loads them as vectors and finds the maximum of a group with one shuffle.
 
 Shapes: m super-groups, S = 256 coordinates, 32 lanes of 8 coordinates.
 """
@@ -20,14 +21,14 @@ PLANE = SUPER_GROUP // 8
 def to_planes(codes: Tensor) -> Tensor:
     """All eight planes of the codes: uint8 [m, 8, 32] for codes uint8 [m, 256]."""
     weights = 1 << torch.arange(8, device=codes.device)
-    bits = (codes.to(torch.int64).view(-1, 1, 8, PLANE) >> _planes(codes)[:, None, None]) & 1
-    return (bits * weights[:, None]).sum(dim=2).to(torch.uint8)
+    bits = (codes.to(torch.int64).view(-1, 1, PLANE, 8) >> _planes(codes)[:, None, None]) & 1
+    return (bits * weights).sum(dim=3).to(torch.uint8)
 
 
 def from_planes(planes: Tensor) -> Tensor:
     """The codes of eight planes: uint8 [m, 256] for planes uint8 [m, 8, 32]."""
-    lane_bits = torch.arange(8, device=planes.device)[:, None]
-    bits = (planes.to(torch.int64).unsqueeze(2) >> lane_bits) & 1
+    lane_bits = torch.arange(8, device=planes.device)
+    bits = (planes.to(torch.int64).unsqueeze(3) >> lane_bits) & 1
     codes = (bits << _planes(planes)[:, None, None]).sum(dim=1)
     return codes.reshape(-1, SUPER_GROUP).to(torch.uint8)
 

@@ -26,17 +26,19 @@ def philox4x32(counter: tuple[Tensor | int, ...], key: tuple[int, int], *, round
     Returns:
         int64 [..., 4] with values in [0, 2**32).
     """
-    c0, c1, c2, c3 = torch.broadcast_tensors(*(torch.as_tensor(c, dtype=torch.int64) for c in counter))
+    c0, c1, c2, c3 = counter  # integers stay integers until they meet a tensor, on whatever device it is
     k0, k1 = key
     for _ in range(rounds):
         high0, low0 = _multiply(MULTIPLIERS[0], c0)
         high1, low1 = _multiply(MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + WEYL[0]) & _MASK, (k1 + WEYL[1]) & _MASK
-    return torch.stack((c0, c1, c2, c3), dim=-1)
+    device = next((c.device for c in counter if isinstance(c, Tensor)), None)
+    words = (torch.as_tensor(c, dtype=torch.int64, device=device) for c in (c0, c1, c2, c3))
+    return torch.stack(torch.broadcast_tensors(*words), dim=-1)  # type: ignore[no-untyped-call]
 
 
-def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+def _multiply(a: int, b: Tensor | int) -> tuple[Tensor | int, Tensor | int]:
     """High and low word of a 32 x 32 bit product; partial products of 48 bits keep clear of the sign bit."""
     low_part = a * (b & 0xFFFF)
     middle = a * (b >> 16) + (low_part >> 16)

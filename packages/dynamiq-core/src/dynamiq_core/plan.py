@@ -38,7 +38,7 @@ class DynamiQPlan:
     lengths: tuple[int, ...]
     """Super-groups of each chunk."""
     mean: Tensor
-    """float32 [M], what every worker subtracts; 0 where the mean is not worth it, NaN where a gradient is not finite."""
+    """float32 [M], what every worker subtracts; 0 where it is not worth it, NaN where a gradient is not finite."""
     index: Tensor
     """int32 [C, K], super-groups of each chunk by falling energy; -1 past the end."""
     width: Tensor
@@ -90,9 +90,12 @@ def make_plan(
     count = counts(numel, device)
     energy = statistics[:, 1].to(torch.float64).square() * count
     mean = statistics[:, 0].to(torch.float32) / workers
+    # Of an energy that overflowed nothing is known, and no bits would be given for it: it is as good as non-finite.
+    mean = torch.where(torch.isfinite(statistics[:, 1]), mean, torch.nan)
     mean = subtracted_mean(mean, energy, count, workers=workers, config=config)
     residual = energy - workers * count * mean.to(torch.float64).square()
-    residual = torch.where(mean != 0, torch.maximum(residual, RESIDUAL_SHARE * energy), energy).nan_to_num(0.0, 0.0, 0.0)
+    residual = torch.where(mean != 0, torch.maximum(residual, RESIDUAL_SHARE * energy), energy)
+    residual = residual.nan_to_num(0.0, 0.0, 0.0)
 
     largest = residual.max()
     relative = (residual / torch.where(largest > 0, largest, 1.0)).to(torch.float32)
@@ -100,9 +103,7 @@ def make_plan(
     present = index >= 0
     lowest, steps = hull(config, gain)
     capacities = [size - cost(lowest, config) * length for size, length in zip(sizes, lengths, strict=True)]
-    width = allocate(
-        torch.where(present, relative[index], 0.0), torch.tensor(capacities, device=device), steps, lowest
-    )
+    width = allocate(torch.where(present, relative[index], 0.0), torch.tensor(capacities, device=device), steps, lowest)
     width = torch.where(present, width, 0)
 
     planes = width.cumsum(dim=1) * PLANE

@@ -1,6 +1,7 @@
 """The codec's operations in plain torch: the specification against which every kernel is tested.
 
-Float32 operations are written one by one, in the order in which every backend performs them, and are not fused.
+Float32 operations are written one by one, in the order in which every backend performs them. Only products that are
+exact may be fused with the addition that follows (see `dynamiq_core.levels`); no bit depends on it.
 
 Shapes: d coordinates; m super-groups in the chunk at hand, of S = 256 coordinates in 16 groups of 16.
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from dynamiq_core import packing, scales
 from dynamiq_core.config import GROUP, GROUPS, SUPER_GROUP
-from dynamiq_core.levels import level_of, level_table, positions
+from dynamiq_core.levels import COLUMNS, distances, level_table, positions
 from dynamiq_core.plan import DynamiQPlan
 from dynamiq_core.protocol import Received
 from dynamiq_core.rounding import scale_draws, thresholds
@@ -78,15 +79,17 @@ def encode(values: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Ten
     values = torch.where(real, values, 0.0)
     grouped = values.view(-1, GROUPS, GROUP)
     maxima = grouped.abs().amax(dim=2)  # NaN stays NaN
+    finite = torch.isfinite(maxima).all(dim=1)
     draw = scale_draws(plan.key, index, slot=slot) if config.scales == "linear" else None
     coded = scales.encode_scales(maxima, config.scales, draw)
 
     rows = level_table(config.bend).to(values.device)[width]
-    usable = torch.where(torch.isfinite(maxima).all(dim=1)[:, None], values, 0.0)
-    y = usable * coded.inverse.repeat_interleave(GROUP, dim=1)
+    # |y| <= 1: the scale is not below the entry, and an inverse rounded to nearest is at most half a unit too large.
+    y = values * coded.inverse.repeat_interleave(GROUP, dim=1)
     u = thresholds(config, plan.key, index, slot=slot, workers=plan.workers)
-    codes = torch.floor(positions(y, rows) + (u + rows[:, :1])).clamp(min=0)
-    codes = torch.minimum(codes, 2 * rows[:, :1]).to(torch.uint8)
+    # round(p + u - 1/2) is floor(p + u); |p| <= centre and 0 < u < 1 keep it between 0 and 2 * centre.
+    codes = torch.round(positions(y, rows) + (u + (rows[:, :1] - 0.5)))
+    codes = torch.where(finite[:, None], codes, 0.0).to(torch.uint8)
 
     out.zero_()
     packing.pack(codes, width, plan.offset[chunk, : len(index)], out)
@@ -98,12 +101,12 @@ def decode(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, divisor
     config, index, width = plan.config, _index(plan, chunk), _width(plan, chunk)
     rows = level_table(config.bend).to(message.device)[width]
     codes = packing.unpack(message, width, plan.offset[chunk, : len(index)])
-    level = level_of(codes, rows)
+    distance = distances(codes, rows)
     if config.rounding == "dithered":
         u = thresholds(config, plan.key, index, slot=slot, workers=plan.workers)
-        level = level - (u - 0.5) * rows[:, 7:]
-    scale = _read_scales(message, plan, chunk=chunk) / divisor
-    values = level * scale.repeat_interleave(GROUP, dim=1)
+        distance = distance - (u - 0.5) * _column(rows, "dither")
+    gap = _read_scales(message, plan, chunk=chunk) / divisor * _column(rows, "gap")
+    values = distance * gap.repeat_interleave(GROUP, dim=1)
     return torch.where((width > 0)[:, None], values, 0.0)
 
 
@@ -132,6 +135,11 @@ def _scale_addresses(plan: DynamiQPlan, chunk: int) -> tuple[Tensor, Tensor]:
     group_at = start + k * per_group + torch.arange(per_group, device=k.device)
     super_at = start + number * per_group + k * scales.SUPER_BYTES + torch.arange(scales.SUPER_BYTES, device=k.device)
     return torch.where(k < number, group_at, size), torch.where(k < number, super_at, size)
+
+
+def _column(rows: Tensor, name: str) -> Tensor:
+    column = COLUMNS.index(name)
+    return rows[:, column : column + 1]
 
 
 def _index(plan: DynamiQPlan, chunk: int) -> Tensor:

@@ -8,11 +8,11 @@ becomes ``floor(p + u)`` with u uniform on (0, 1), which is unbiased whatever th
 * *dithered*: the same u, and the receiver takes ``u - 1/2`` gaps off again. What is left has half the variance
   (Roberts 1962, Schuchman 1964). Streams of different slots are independent, so the roundings of one chain of
   hops stay unbiased given everything that happened before.
-* *correlated*: slot h takes u = rotation + (order(h) + jitter_h) / n modulo 1, with one rotation for all slots of
-  a coordinate: marginally uniform, jointly stratified (Suresh, Sun, Ro, Yu 2022). Errors of roundings made side by
-  side cancel. Along a chain the threshold is not independent of what is being rounded, which leaves a small bias.
+* *correlated*: slot h takes u = (order(h) + rotation + jitter_h) / n modulo 1, with one rotation out of 0..n-1 for all
+  slots of a coordinate: marginally uniform, jointly stratified (Suresh, Sun, Ro, Yu 2022). Errors of roundings made
+  side by side cancel. Along a chain the threshold is not independent of what is being rounded, which leaves a bias.
 
-Shapes: m super-groups, S = 256 coordinates each; coordinate 32 q + t is bit q of lane t.
+Shapes: m super-groups, S = 256 coordinates each; lane t owns coordinates 8 t to 8 t + 7.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def draws(key: Key, super_groups: Tensor, *, slot: int, stream: Stream = Stream.
     """16-bit draws for every coordinate.
 
     Lane t of super-group j evaluates Philox once at counter (32 j + t, bucket, stream and slot, high seed word)
-    under the key (low seed word, step); its four words are the eight draws of coordinates t, 32 + t, ...
+    under the key (low seed word, step); the halves of its four words, low half first, are the draws of its eight
+    coordinates in order.
 
     Args:
         key: seed, step and bucket.
@@ -67,17 +68,12 @@ def draws(key: Key, super_groups: Tensor, *, slot: int, stream: Stream = Stream.
         (counter & 0xFFFFFFFF, key.bucket & 0xFFFFFFFF, int(stream) << 24 | slot, key.seed >> 32),
         (key.seed & 0xFFFFFFFF, key.step & 0xFFFFFFFF),
     )
-    halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
-    return halves.flatten(2).transpose(1, 2).reshape(-1, SUPER_GROUP)
+    return torch.stack((words & 0xFFFF, words >> 16), dim=-1).view(-1, SUPER_GROUP)
 
 
 def scale_draws(key: Key, super_groups: Tensor, *, slot: int) -> Tensor:
-    """16-bit draws for every group, from the first two lanes of the scale stream: int64 [m, 16].
-
-    Group g takes draw g mod 8 of lane g div 8.
-    """
-    every = draws(key, super_groups, slot=slot, stream=Stream.SCALE).view(-1, SUPER_GROUP // LANES, LANES)
-    return every[:, :, : GROUPS * LANES // SUPER_GROUP].transpose(1, 2).reshape(-1, GROUPS)
+    """16-bit draws for every group, the first 16 of the scale stream: int64 [m, 16]."""
+    return draws(key, super_groups, slot=slot, stream=Stream.SCALE)[:, :GROUPS]
 
 
 def van_der_corput(n: int) -> tuple[int, ...]:
@@ -100,15 +96,20 @@ def stratum(slot: int, workers: int) -> tuple[int, int]:
 
 
 def thresholds(config: CodecConfig, key: Key, super_groups: Tensor, *, slot: int, workers: int) -> Tensor:
-    """The threshold u of every coordinate: float32 [m, 256], odd multiples of 2**-17 in (0, 1)."""
+    """The threshold u of every coordinate: float32 [m, 256], odd multiples of 2**-16 in (0, 1)."""
     u = draws(key, super_groups, slot=slot)
     if config.rounding == "correlated":
         start, width = stratum(slot, workers)
-        rotation = draws(key, super_groups, slot=0, stream=Stream.ROTATION)
+        # By whole strata: a common shift inside the strata would not cancel in the sum over the slots.
+        rotation = (draws(key, super_groups, slot=0, stream=Stream.ROTATION) * workers >> 16) * width
         u = (rotation + start + (u * width >> 16)) & 0xFFFF
     return centred(u)
 
 
 def centred(draw: Tensor) -> Tensor:
-    """16-bit draws as float32 in (0, 1): (draw + 1/2) / 2**16, exact."""
-    return (draw.to(torch.float32) + 0.5) * (1.0 / RESOLUTION)
+    """16-bit draws as float32 in (0, 1), odd multiples of 2**-16 and so symmetric about 1/2.
+
+    The lowest bit is set instead of adding a half: the draw, put into the mantissa of a float, is then exact in one
+    subtraction, and so is its sum with the centre of any width.
+    """
+    return (draw | 1).to(torch.float32) * (1.0 / RESOLUTION)

@@ -68,7 +68,8 @@ def encode_scales(maxima: Tensor, scales: Scales, draw: Tensor | None = None) ->
         enough = top.unsqueeze(2) * ratios[1:] >= maxima.unsqueeze(2)
         code = torch.where((maxima > 0), enough.sum(dim=2), ZERO_CODE)
         code = torch.where(finite[:, None], code, 0)
-        divisor = top * ratios[code.clamp(max=14)]
+        # The larger of the two only where the super scale would have left the range of bfloat16.
+        divisor = torch.maximum(top * ratios[code.clamp(max=14)], maxima)
     else:
         assert draw is not None
         code = torch.floor(maxima * (STEPS / torch.where(top > 0, top, 1.0)) + centred(draw)).clamp(max=STEPS)

@@ -61,7 +61,7 @@ def statistics(x: Tensor) -> Tensor:
     biased = (254 + MEAN_BITS - exponent).clamp(max=253)
     scale = (biased << 23).view(torch.float32)
     unit = ((254 - biased) << 23).view(torch.float32)
-    q = (values * scale[:, None]).nan_to_num(0.0, 0.0, 0.0).to(torch.int32)
+    q = torch.round(values * scale[:, None]).nan_to_num(0.0, 0.0, 0.0).to(torch.int32)
     mean = q.sum(dim=1).to(torch.float32) / count * unit
     r = q + (1 << (SQUARE_SHIFT - 1)) >> SQUARE_SHIFT
     rms = torch.sqrt((r * r).sum(dim=1).to(torch.float32) / count) * (unit * 2.0**SQUARE_SHIFT)

@@ -31,6 +31,9 @@ SMALL = 16
 LARGEST_NUMEL = 2**35 - SUPER_GROUP
 """Largest d: beyond it the 32-bit lane counter of the random numbers would wrap."""
 
+LARGEST_MESSAGE = 2**31 - 1
+"""Most bytes of a message: offsets in a plan are 32-bit integers."""
+
 
 def chunk_lengths(numel: int, chunks: int) -> tuple[int, ...]:
     """Super-groups of every chunk when M of them are dealt round-robin.
@@ -51,7 +54,7 @@ def message_sizes(config: CodecConfig, numel: int, chunks: int) -> tuple[int, ..
         chunks: C.
 
     Raises:
-        InputError: d is outside what a message can describe.
+        InputError: d is outside what a message can describe, or so few chunks make a message too long.
     """
     if not 0 < numel <= LARGEST_NUMEL:
         raise InputError(f"a tensor must have from 1 to {LARGEST_NUMEL} coordinates, not {numel}")
@@ -65,4 +68,9 @@ def message_sizes(config: CodecConfig, numel: int, chunks: int) -> tuple[int, ..
         share = int(config.bits * granted * length / (8 * total)) - BYTES * length - overhead
         return min(max(share, least * length), most * length)
 
-    return tuple(size(length) for length in chunk_lengths(numel, chunks))
+    sizes = tuple(size(length) for length in chunk_lengths(numel, chunks))
+    if sizes[0] > LARGEST_MESSAGE:
+        raise InputError(
+            f"a message may have up to {LARGEST_MESSAGE} bytes, not {sizes[0]}: use more than {chunks} chunks"
+        )
+    return sizes
