@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy, relu, scaled_dot_product_attention
 
 BYTES = 256
 """V, the number of byte values."""
@@ -23,7 +23,7 @@ class GPTConfig:
         width: D, a multiple of twice the number of heads.
         layers: number of blocks.
         heads: H.
-        context: T, the longest input.
+        context: T, the length of the inputs.
     """
 
     width: int = 256
@@ -49,25 +49,22 @@ class Block(nn.Module):
         nn.init.zeros_(self.contract.weight)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        """Map [B, T, D] to [B, T, D]."""
         heads = self.query_key_value(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(
-            _rotate(query, rotation), _rotate(key, rotation), value, is_causal=True
-        )
+        attended = scaled_dot_product_attention(_rotate(query, rotation), _rotate(key, rotation), value, is_causal=True)
         x = x + self.project(attended.transpose(1, 2).flatten(-2))
-        x = x + self.contract(F.relu(self.expand(self.perceptron_norm(x))).square())
-        return x
+        perceived: Tensor = self.contract(relu(self.expand(self.perceptron_norm(x))).square())
+        return x + perceived
 
 
 class GPT(nn.Module):
-    """Predicts the next byte. Maps int64 [B, T] to logits [B, T, V], or with targets to the mean loss in nats.
+    """Predicts the next byte.
 
     Args:
         config: size of the model.
         seed: seed of the initial parameters; the global generator is left as it was.
     """
-
-    rotation: Tensor
 
     def __init__(self, config: GPTConfig | None = None, *, seed: int = 0) -> None:
         super().__init__()
@@ -80,14 +77,16 @@ class GPT(nn.Module):
             self.head = nn.Linear(config.width, BYTES, bias=False)
             for module in (self.embedding, self.head):
                 nn.init.normal_(module.weight, std=0.02)
-        self.register_buffer("rotation", _rotation(config.context, config.width // config.heads), persistent=False)
+        self.head_size = config.width // config.heads
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Map int64 [B, T] to logits [B, T, V] or, given the targets, to their mean loss in nats."""
+        rotation = _rotation(inputs.shape[-1], self.head_size).to(inputs.device)
         x = self.embedding(inputs)
         for block in self.blocks:
-            x = block(x, self.rotation[:, : inputs.shape[-1]])
+            x = block(x, rotation)
         logits: Tensor = self.head(self.norm(x))
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        return logits if targets is None else cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def _rotation(positions: int, size: int) -> Tensor:
