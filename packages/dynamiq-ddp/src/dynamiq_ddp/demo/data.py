@@ -46,13 +46,12 @@ def source_files(root: Path | None = None) -> list[Path]:
         root: directory to search; that of the running Python's standard library when None.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    relative = (path.relative_to(root) for path in root.rglob("*.py"))
-    own = (
-        path
-        for path in relative
-        if path.parts[0].removesuffix(".py") in sys.stdlib_module_names and not {"test", "tests"} & set(path.parts)
-    )
-    return [root / path for path in sorted(own, key=lambda path: path.as_posix())]
+    # By name: searching all of the directory would walk through every installed package as well.
+    modules = (root / f"{name}.py" for name in sys.stdlib_module_names)
+    packages = (path for name in sys.stdlib_module_names for path in (root / name).rglob("*.py"))
+    files = [path for path in modules if path.is_file()]
+    files += [path for path in packages if not {"test", "tests"} & set(path.relative_to(root).parts)]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
 def load_corpus(root: Path | None = None) -> Corpus:
@@ -70,9 +69,10 @@ def load_corpus(root: Path | None = None) -> Corpus:
         raise DynamiQError(
             f"found {len(files)} source files of the standard library in {where}, need {VALIDATION_EVERY} or more"
         )
-    held_out = files[VALIDATION_EVERY - 1 :: VALIDATION_EVERY]
-    kept = sorted(set(files) - set(held_out), key=files.index)
-    return Corpus(train=_read(kept), validation=_read(held_out))
+    held_out = slice(VALIDATION_EVERY - 1, None, VALIDATION_EVERY)
+    validation = files[held_out]
+    del files[held_out]
+    return Corpus(train=_read(files), validation=_read(validation))
 
 
 def batch(text: Tensor, *, size: int, context: int, step: int, worker: int, seed: int) -> Batch:

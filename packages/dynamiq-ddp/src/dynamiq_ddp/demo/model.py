@@ -44,7 +44,7 @@ class Block(nn.Module):
         self.perceptron_norm = nn.LayerNorm(config.width)
         self.expand = nn.Linear(config.width, 4 * config.width, bias=False)
         self.contract = nn.Linear(4 * config.width, config.width, bias=False)
-        # Every block starts as the identity, which at this depth is worth more than a hundred steps of training.
+        # Every block starts as the identity, so that learning does not wait for random features to settle.
         nn.init.zeros_(self.project.weight)
         nn.init.zeros_(self.contract.weight)
 

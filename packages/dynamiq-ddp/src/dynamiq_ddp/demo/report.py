@@ -117,7 +117,7 @@ class Report(NamedTuple):
 
     def plot(self, path: Path) -> None:
         """Draw both loss curves and their difference into a PNG; missing directories are made."""
-        plain, ours = _smooth(self.allreduce.losses), _smooth(self.dynamiq.losses)
+        plain, ours = smooth(self.allreduce.losses), smooth(self.dynamiq.losses)
         steps = range(1, len(plain) + 1)
         label = f"DynamiQ, {self.traffic.bits_per_coordinate:.2f} bits"
         with rc_context(STYLE):
@@ -128,10 +128,8 @@ class Report(NamedTuple):
             loss.plot(steps, plain, color=PLAIN, linewidth=3.5, alpha=0.6, label="all-reduce, 32 bits")
             loss.plot(steps, ours, color=OURS, linewidth=1.6, label=label)
             loss.set(ylabel="training loss (nats per byte)")
-            loss.set_title(
-                f"The same training run with {32 / self.traffic.bits_per_coordinate:.1f} times fewer bits on the wire",
-                loc="left",
-            )
+            saving = 32 / self.traffic.bits_per_coordinate
+            loss.set_title(f"The same training run with {saving:.1f} times fewer bits on the wire", loc="left")
             loss.legend(frameon=False)
             gap.axhline(0, color=PLAIN, linewidth=1)
             gap.plot(steps, [b / a - 1 for a, b in zip(plain, ours, strict=True)], color=OURS, linewidth=1.6)
@@ -147,7 +145,7 @@ class Report(NamedTuple):
             figure.savefig(path, dpi=160)
 
 
-def _smooth(values: Sequence[float], memory: float = 0.9) -> list[float]:
+def smooth(values: Sequence[float], memory: float = 0.9) -> list[float]:
     """Exponential moving average, corrected for its start."""
     total, weight, result = 0.0, 0.0, []
     for value in values:
