@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dynamiq_core.errors import ConfigError
-from dynamiq_ddp.demo.model import GPT, GPTConfig
+from dynamiq_ddp.demo.model import GPT, GPTConfig, angles, rotate
 from dynamiq_ddp.demo.recipe import Recipe
 
 TINY = GPTConfig(width=32, layers=2, heads=2, context=16)
@@ -50,11 +50,20 @@ def test_no_byte_sees_a_later_one() -> None:
 
 
 def test_order_of_the_bytes_matters() -> None:
-    # Without positions, attention over a permuted past would give the last byte the same prediction.
-    model = awake(GPT(TINY))
+    # Without positions, one layer's attention over a permuted past would give the last byte the same prediction.
+    model = awake(GPT(GPTConfig(width=32, layers=1, heads=2, context=16)))
     text = torch.arange(16)[None]
     swapped = text[:, [1, 0, *range(2, 16)]]
     assert (model(text)[0, -1] - model(swapped)[0, -1]).abs().max() > 1e-3
+
+
+def test_rotation_makes_scores_a_function_of_distance() -> None:
+    query, key = torch.randn(2, 8, generator=torch.Generator().manual_seed(0)).double()
+    rotation = angles(12, 8).double()
+    scores = rotate(query.expand(12, 8), rotation) @ rotate(key.expand(12, 8), rotation).T
+    torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores[0, 0], query @ key)
+    assert scores[0].std() > 0.1
 
 
 def test_parameters_follow_from_the_seed_alone() -> None:

@@ -49,7 +49,7 @@ def test_ring_of_float32_sends_each_chunk_twice_but_for_one() -> None:
 @pytest.mark.parametrize(("identical", "word"), [(True, "yes"), (False, "NO")])
 def test_table_holds_the_figures(identical: bool, word: str) -> None:
     out = io.StringIO()
-    report(identical=identical).show(Console(file=out, width=100))
+    Console(file=out, width=100).print(report(identical=identical).table())
     rows = [line.split("│")[1:4] for line in out.getvalue().splitlines() if line.startswith("│")]
     cells = {name.strip(): (plain.strip(), ours.strip()) for name, plain, ours in rows}
     assert cells == {

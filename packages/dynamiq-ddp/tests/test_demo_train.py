@@ -15,10 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamiq_ddp.demo.capture import capture_gradients
-from dynamiq_ddp.demo.data import load_corpus
-from dynamiq_ddp.demo.model import GPTConfig
+from dynamiq_ddp.demo.data import batch, load_corpus
+from dynamiq_ddp.demo.model import GPT, GPTConfig
 from dynamiq_ddp.demo.recipe import Recipe
-from dynamiq_ddp.demo.train import train
+from dynamiq_ddp.demo.train import train, validate
 
 RANKS = 2
 RECIPE = Recipe(steps=3, seed=1, batch_size=2, warmup=2, model=GPTConfig(width=32, layers=1, heads=2, context=16))
@@ -74,6 +74,13 @@ def test_diverged_replicas_are_noticed(runs: list[dict[str, Any]]) -> None:
         assert not rank["diverging"]["replicas_identical"]
 
 
+def test_validation_covers_the_same_batches_on_any_number_of_ranks(runs: list[dict[str, Any]]) -> None:
+    model, text = GPT(RECIPE.model, seed=9), load_corpus().validation
+    batches = [batch(text, size=32, context=16, step=index, worker=0, seed=0) for index in range(16)]
+    expected = sum(model(*each).item() for each in batches) / 16
+    assert runs[0]["validation_of_seed_9"] == runs[1]["validation_of_seed_9"] == pytest.approx(expected, rel=1e-6)
+
+
 def test_captured_gradients_are_those_of_the_ranks(runs: list[dict[str, Any]]) -> None:
     for index, row in enumerate(capture_gradients(RANKS, RECIPE.steps - 1, recipe=RECIPE)):
         assert runs[index]["gradient_norm"] == pytest.approx(row.norm().item(), rel=1e-4)
@@ -123,7 +130,8 @@ def measure(folder: Path) -> None:
         "noisy": train(with_hook(noisy_hook), recipe=RECIPE, corpus=corpus)._asdict(),
         "diverging": train(with_hook(diverging_hook), recipe=RECIPE, corpus=corpus)._asdict(),
     }
-    result = {**runs, "watched": watched, "gradient_norm": norms[-1]}
+    validation = validate(GPT(RECIPE.model, seed=9), recipe=RECIPE, corpus=corpus)
+    result = {**runs, "watched": watched, "gradient_norm": norms[-1], "validation_of_seed_9": validation}
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 

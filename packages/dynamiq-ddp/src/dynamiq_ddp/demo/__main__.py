@@ -54,7 +54,7 @@ def main() -> None:
     if report is not None:
         picture = options.out / "loss.png"
         report.plot(picture)
-        report.show(Console())
+        Console().print(report.table())
         print(f"loss curves: {picture}\n{report.json()}", flush=True)
 
 

@@ -52,7 +52,7 @@ class Block(nn.Module):
         """Map [B, T, D] to [B, T, D]."""
         heads = self.query_key_value(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(_rotate(query, rotation), _rotate(key, rotation), value, is_causal=True)
+        attended = scaled_dot_product_attention(rotate(query, rotation), rotate(key, rotation), value, is_causal=True)
         x = x + self.project(attended.transpose(1, 2).flatten(-2))
         perceived: Tensor = self.contract(relu(self.expand(self.perceptron_norm(x))).square())
         return x + perceived
@@ -81,7 +81,7 @@ class GPT(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """Map int64 [B, T] to logits [B, T, V] or, given the targets, to their mean loss in nats."""
-        rotation = _rotation(inputs.shape[-1], self.head_size).to(inputs.device)
+        rotation = angles(inputs.shape[-1], self.head_size).to(inputs.device)
         x = self.embedding(inputs)
         for block in self.blocks:
             x = block(x, rotation)
@@ -89,14 +89,14 @@ class GPT(nn.Module):
         return logits if targets is None else cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def _rotation(positions: int, size: int) -> Tensor:
+def angles(positions: int, size: int) -> Tensor:
     """Cosines and sines [2, T, size / 2] of rotary position embeddings (Su et al., 2021)."""
     frequencies = 10_000.0 ** (-torch.arange(0, size, 2) / size)
-    angles = torch.outer(torch.arange(positions), frequencies)
-    return torch.stack((angles.cos(), angles.sin()))
+    turns = torch.outer(torch.arange(positions), frequencies)
+    return torch.stack((turns.cos(), turns.sin()))
 
 
-def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Turn the pairs (x_i, x_{i + size / 2}) of ``x`` [B, H, T, size] by their position's angles."""
     cos, sin = rotation
     a, b = x.chunk(2, dim=-1)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
-from rich.console import Console
 from rich.table import Table
 
 from .train import Run
@@ -23,6 +22,8 @@ STYLE: Any = {
     "axes.grid": True,
     "axes.edgecolor": "#9aa4ab",
     "axes.titleweight": "bold",
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
     "grid.color": "#e6e9eb",
     "font.size": 10.5,
 }
@@ -111,25 +112,20 @@ class Report(NamedTuple):
         table.add_row("backend", "", traffic.backend)
         return table
 
-    def show(self, console: Console) -> None:
-        """Print the table."""
-        console.print(self.table())
-
     def plot(self, path: Path) -> None:
         """Draw both loss curves and their difference into a PNG; missing directories are made."""
         plain, ours = smooth(self.allreduce.losses), smooth(self.dynamiq.losses)
         steps = range(1, len(plain) + 1)
-        label = f"DynamiQ, {self.traffic.bits_per_coordinate:.2f} bits"
         with rc_context(STYLE):
             figure = Figure(figsize=(8, 5.4), layout="constrained")
             loss, gap = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
             loss.plot(steps, self.allreduce.losses, color=PLAIN, alpha=0.15, linewidth=1)
             loss.plot(steps, self.dynamiq.losses, color=OURS, alpha=0.15, linewidth=1)
-            loss.plot(steps, plain, color=PLAIN, linewidth=3.5, alpha=0.6, label="all-reduce, 32 bits")
-            loss.plot(steps, ours, color=OURS, linewidth=1.6, label=label)
+            loss.plot(steps, plain, color=PLAIN, linewidth=3.5, alpha=0.6, label="all-reduce")
+            loss.plot(steps, ours, color=OURS, linewidth=1.6, label="DynamiQ")
             loss.set(ylabel="training loss (nats per byte)")
-            saving = 32 / self.traffic.bits_per_coordinate
-            loss.set_title(f"The same training run with {saving:.1f} times fewer bits on the wire", loc="left")
+            bits = f"{self.traffic.bits_per_coordinate:.2f}"
+            loss.set_title(f"The same training run at {bits} instead of 32 bits per coordinate", loc="left")
             loss.legend(frameon=False)
             gap.axhline(0, color=PLAIN, linewidth=1)
             gap.plot(steps, [b / a - 1 for a, b in zip(plain, ours, strict=True)], color=OURS, linewidth=1.6)

@@ -77,7 +77,7 @@ def train(install: Install, *, recipe: Recipe, corpus: Corpus, watch: Watch | No
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)
         if exact is not None:
-            error = float(vnmse(flat_gradient(model).double(), exact))
+            error = vnmse(flat_gradient(model).double(), exact)
         optimizer.zero_grad()
         if watch is not None:
             watch(step, losses[-1], seconds[-1])
