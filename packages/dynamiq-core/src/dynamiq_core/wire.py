@@ -22,8 +22,8 @@ from dynamiq_core.statistics import BYTES, super_groups
 
 VERSION = 1
 
-OVERHEAD = 32
-"""Bytes of the budget of every message left to whoever carries it: framing and agreement."""
+OVERHEAD = 48
+"""Bytes of the budget of every chunk left to whoever carries it: a header for each phase, and agreement."""
 
 SMALL = 16
 """Tensors of fewer super-groups are granted their padding and the overhead on top of the budget."""
@@ -60,12 +60,14 @@ def message_sizes(config: CodecConfig, numel: int, chunks: int) -> tuple[int, ..
         raise InputError(f"a tensor must have from 1 to {LARGEST_NUMEL} coordinates, not {numel}")
     total = super_groups(numel)
     granted, overhead = (numel, OVERHEAD) if total >= SMALL else (total * SUPER_GROUP, 0)
+    alike = total >= SMALL * chunks  # then no rank sends more than its share, whichever chunks it sends
     least, most = cost(config.widths[0], config), cost(config.widths[-1], config)
 
     def size(length: int) -> int:
         if not length:
             return 0
-        share = int(config.bits * granted * length / (8 * total)) - BYTES * length - overhead
+        coordinates = granted / chunks if alike else granted * length / total
+        share = int(config.bits * coordinates / 8) - BYTES * length - overhead
         return min(max(share, least * length), most * length)
 
     sizes = tuple(size(length) for length in chunk_lengths(numel, chunks))

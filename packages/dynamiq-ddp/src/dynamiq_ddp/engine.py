@@ -1,0 +1,263 @@
+"""The compressed multi-hop all-reduce: codec, schedule and transport put together.
+
+Shapes: d coordinates, M rows of statistics with K values each, C chunks, n workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import dynamiq_core
+from dynamiq_core import Codec, ConfigError, DynamiQError, InputError, Plan, Received
+from dynamiq_transport import ScheduleFunction, Transport, TransportError
+
+from . import frames
+from .agreement import agree
+from .errors import CommunicationError
+from .frames import GRADIENT, STATISTICS, Frames, Header, Seal
+from .meter import Meter, MeteredTransport
+from .route import Route, find_route, statistics_route
+from .walk import Walk, reduce_and_gather
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What can be compressed; all sums are float32."""
+
+
+class Job(NamedTuple):
+    """One all-reduce, apart from its tensor.
+
+    Attributes:
+        transport: to the other ranks.
+        codec: how messages are made.
+        route: which way they go.
+        step: training step; keys the random numbers together with ``bucket``.
+        bucket: index within the step.
+        meter: where costs are counted.
+    """
+
+    transport: Transport
+    codec: Codec[Any]
+    route: Route
+    step: int
+    bucket: int
+    meter: Meter
+
+
+def all_reduce(
+    tensor: Tensor,
+    *,
+    transport: Transport,
+    codec: Codec[Any],
+    schedule: str | ScheduleFunction = "ring",
+    step: int = 0,
+    bucket: int = 0,
+    check: bool = True,
+    meter: Meter | None = None,
+) -> Tensor:
+    """Replace a tensor by its mean over the ranks, in place. All ranks end with the same bits.
+
+    Every rank of the transport calls it with a tensor of the same number of elements and dtype, and the same codec,
+    schedule, step and bucket. The tensor is not written before everything has arrived.
+
+    Args:
+        tensor: float32, bfloat16 or float16, of any shape and strides, not empty.
+        transport: to the other ranks; used by this call alone while it lasts.
+        codec: how messages are compressed, for instance ``dynamiq_core.DynamiQ()``.
+        schedule: ``"ring"``, ``"butterfly"``, ``"direct"``, or a function ``(rank, size) -> Schedule``.
+        step: number of the training step. With ``bucket`` it keys the codec's random numbers, so two all-reduces
+            should not share both.
+        bucket: number of this tensor within the step.
+        check: compare on all ranks first what they are about to do. On CUDA the host waits for that; without it
+            nothing is read from the device, and ranks that disagree end in a `CommunicationError` at best.
+        meter: counts bytes and seconds; see `Meter`.
+
+    Returns:
+        ``tensor``.
+
+    Raises:
+        InputError: the tensor is of another kind, or step or bucket is no number; on every rank that is wrong.
+        ConfigError: no such schedule, or no codec.
+        ConfigMismatchError: the ranks disagree, be it in what is wrong; on every rank.
+        CommunicationError: a peer died, stalled, or sent a message that does not belong here. With CUDA tensors a
+            message that does not belong here turns the result into NaN instead, on all ranks that learn of it.
+    """
+    meter = Meter() if meter is None else meter
+    job: Job | None = None
+    problem: DynamiQError | None = None
+    try:
+        _check_tensor(tensor)
+        _check_numbers(step=step, bucket=bucket)
+        if not isinstance(codec, Codec):
+            raise ConfigError(f"codec cannot be {codec!r}; allowed: a dynamiq_core.Codec")
+        job = Job(transport, codec, find_route(schedule, transport.rank, transport.size), step, bucket, meter)
+    except DynamiQError as error:
+        problem = error
+    if check:
+        # A rank with a problem takes part all the same: alone, it would leave the others waiting.
+        facts = {"problem": problem} if job is None else describe(tensor, job)
+        device = tensor.device if isinstance(tensor, Tensor) and tensor.is_cuda else torch.device("cpu")
+        _agree(transport, facts, device, meter, step=step, bucket=bucket)
+    if job is None:
+        raise problem or AssertionError("no job without a problem")
+    return reduce_tensor(tensor, job)
+
+
+def describe(tensor: Tensor, job: Job) -> dict[str, object]:
+    """What must be equal on all ranks before they exchange messages of an all-reduce."""
+    return {
+        "version": f"{dynamiq_core.__version__}, frames {frames.VERSION}",
+        "codec": job.codec.fingerprint(),
+        "schedule": job.route.name,
+        "number of elements": tensor.numel(),
+        "dtype": tensor.dtype,
+        "step": job.step,
+        "bucket": job.bucket,
+    }
+
+
+@torch.no_grad()
+def reduce_tensor(tensor: Tensor, job: Job) -> Tensor:
+    """`all_reduce` without the checks: for callers that have compared the ranks by themselves."""
+    if job.transport.size == 1:
+        return tensor
+    values = tensor.detach()  # a parameter may require gradients, which its mean does not need
+    x = values.resolve_neg().contiguous().view(-1)
+    seal = Seal(x.device)
+    try:
+        statistics = _merge_statistics(x, job, seal)
+        with job.meter.span("statistics", x.device):
+            plan = _plan(statistics, x, job)
+        finished = _exchange(x, plan, job, seal)
+    except TransportError as error:
+        if isinstance(error, CommunicationError):
+            raise
+        raise CommunicationError(str(error), error.peers, step=job.step, bucket=job.bucket) from error
+    with job.meter.span("codec", x.device):
+        for chunk, owner in enumerate(job.route.owners):
+            job.codec.decompress(finished.message(chunk), plan, chunk=chunk, slot=owner, out=x)
+        if x.is_cuda:
+            x.masked_fill_(seal.wrong(), torch.nan)
+        if x.data_ptr() != values.data_ptr():
+            values.copy_(x.view_as(values))
+    job.meter.coordinates += job.route.moved * x.numel()
+    job.meter.all_reduces += 1
+    return tensor
+
+
+def _merge_statistics(x: Tensor, job: Job, seal: Seal) -> Tensor | None:
+    """Phase 1: the statistics of all ranks together, bfloat16 [M, K], the same bits everywhere."""
+    with job.meter.span("statistics", x.device):
+        own = job.codec.statistics(x)
+    if own is None:
+        return None
+    route = statistics_route(job.transport.rank, job.transport.size)
+    chunks = route.schedule.chunks
+    rows = torch.tensor_split(own, chunks)
+
+    def encode(chunk: int, received: Sequence[Received], out: Tensor) -> None:
+        parts = [message.view(own.dtype).view(-1, own.shape[1]) for message, _ in received]
+        merged = job.codec.merge_statistics([rows[chunk], *parts]) if parts else rows[chunk]
+        out.copy_(merged.contiguous().view(torch.uint8).view(-1))
+
+    finished = reduce_and_gather(
+        Walk(
+            route=route,
+            transport=MeteredTransport(job.transport, job.meter, "statistics"),
+            sizes=[part.numel() * part.element_size() for part in rows],
+            encode=encode,
+            header=Header(STATISTICS, 0, 0, job.bucket, job.step),
+            seal=seal,
+            device=x.device,
+            align=own.element_size(),
+            meter=job.meter,
+            encoding="statistics",
+            moving="statistics",
+        )
+    )
+    _raise_if_wrong(seal, x, job)
+    return torch.cat([finished.message(chunk) for chunk in range(chunks)]).view(own.dtype).view(own.shape)
+
+
+def _plan(statistics: Tensor | None, x: Tensor, job: Job) -> Plan:
+    plan: Plan = job.codec.plan(
+        statistics,
+        x.numel(),
+        device=x.device,
+        workers=job.transport.size,
+        chunks=job.route.schedule.chunks,
+        step=job.step,
+        bucket=job.bucket,
+        gain=job.route.gain,
+    )
+    return plan
+
+
+def _exchange(x: Tensor, plan: Plan, job: Job, seal: Seal) -> Frames:
+    """Phase 2: the last encoding of every chunk."""
+
+    def encode(chunk: int, received: Sequence[Received], out: Tensor) -> None:
+        slot = job.transport.rank
+        job.codec.decompress_accumulate_recompress(received, x, plan, chunk=chunk, slot=slot, out=out)
+
+    finished = reduce_and_gather(
+        Walk(
+            route=job.route,
+            transport=MeteredTransport(job.transport, job.meter, "gradient"),
+            sizes=plan.sizes,
+            encode=encode,
+            header=Header(GRADIENT, 0, 0, job.bucket, job.step),
+            seal=seal,
+            device=x.device,
+            align=16,  # what vector loads need
+            meter=job.meter,
+            encoding="codec",
+            moving="network",
+        )
+    )
+    _raise_if_wrong(seal, x, job)
+    return finished
+
+
+def _raise_if_wrong(seal: Seal, x: Tensor, job: Job) -> None:
+    """On CPU say which message was wrong; on CUDA that would be a host read, and the result becomes NaN instead."""
+    if not x.is_cuda and seal.wrong():
+        reason, peers = seal.describe()
+        raise CommunicationError(reason, peers, step=job.step, bucket=job.bucket)
+
+
+def _agree(
+    transport: Transport, facts: Mapping[str, object], device: torch.device, meter: Meter, *, step: int, bucket: int
+) -> None:
+    try:
+        with meter.span("agreement", device):
+            agree(MeteredTransport(transport, meter, "agreement"), facts, device=device)
+    except TransportError as error:
+        raise CommunicationError(str(error), error.peers, step=step, bucket=bucket) from error
+
+
+def _check_tensor(tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"tensor cannot be a {type(tensor).__name__}; allowed: a torch.Tensor")
+    if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
+        raise InputError(
+            f"tensor cannot be {tensor.layout} on {tensor.device}; allowed: torch.strided on cpu or cuda devices"
+        )
+    if tensor.dtype not in DTYPES:
+        raise InputError(f"tensor cannot be {tensor.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+    if tensor.numel() == 0:
+        raise InputError(f"tensor cannot be empty, of shape {tuple(tensor.shape)}; allowed: at least one element")
+    if any(stride == 0 and length > 1 for length, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise InputError(
+            f"tensor cannot have elements that share memory, as with strides {tensor.stride()} for shape "
+            f"{tuple(tensor.shape)}; allowed: memory of its own for every element"
+        )
+
+
+def _check_numbers(**numbers: object) -> None:
+    for name, number in numbers.items():
+        if not isinstance(number, int) or number < 0:
+            raise InputError(f"{name} cannot be {number!r}; allowed: an integer of at least 0")

@@ -1,0 +1,196 @@
+"""Messages with headers, laid out so that neighbouring chunks travel as one piece without being copied.
+
+A frame is a 16-byte header and a chunk's message:
+
+    0   2 bytes   magic "DQ"
+    2   1 byte    version of the framing
+    3   1 byte    1 statistics, 2 gradient; plus 128 when the sender has itself received a wrong header
+    4   2 bytes   chunk
+    6   2 bytes   slot
+    8   4 bytes   bucket
+    12  4 bytes   step
+
+Numbers are little-endian, and bucket and step modulo 2**32. Frames in one piece start at multiples of ``align``
+bytes; the few bytes between two frames mean nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+HEADER = 16
+"""Bytes of a header."""
+
+VERSION = 1
+"""Of the framing; part of what the ranks agree on."""
+
+_LAYOUT = struct.Struct("<2sBBHHII")
+_KIND_AT = 3
+_FAULT = 128
+
+
+class Header(NamedTuple):
+    """What a header says.
+
+    Attributes:
+        kind: `STATISTICS` or `GRADIENT`.
+        chunk: which chunk the message is of.
+        slot: under which it was encoded: the rank that encoded it.
+        bucket: of the all-reduce.
+        step: of the all-reduce.
+    """
+
+    kind: int
+    chunk: int
+    slot: int
+    bucket: int
+    step: int
+
+    def pack(self) -> bytes:
+        """The 16 bytes."""
+        return _LAYOUT.pack(
+            b"DQ", VERSION, self.kind, self.chunk, self.slot, self.bucket % (1 << 32), self.step % (1 << 32)
+        )
+
+
+STATISTICS = 1
+GRADIENT = 2
+
+
+class Frames:
+    """Room for one framed message per chunk, in one buffer.
+
+    Args:
+        sizes: bytes of each message, without its header.
+        device: where the buffer lives.
+        align: frames start at multiples of this.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device, *, align: int) -> None:
+        self._sizes = sizes
+        self._starts = []
+        self._align = align
+        end = 0
+        for size in sizes:
+            start = -(-end // align) * align
+            self._starts.append(start)
+            end = start + HEADER + size
+        self.buffer = torch.empty(end, dtype=torch.uint8, device=device)
+
+    def header(self, chunk: int) -> Tensor:
+        """uint8 [16]."""
+        start = self._starts[chunk]
+        return self.buffer[start : start + HEADER]
+
+    def message(self, chunk: int) -> Tensor:
+        """uint8 [sizes[chunk]]."""
+        start = self._starts[chunk] + HEADER
+        return self.buffer[start : start + self._sizes[chunk]]
+
+    def room_for(self, chunks: Sequence[int]) -> Frames:
+        """Room for some of the chunks, in the order given and laid out as `piece` lays them out."""
+        return Frames([self._sizes[chunk] for chunk in chunks], self.buffer.device, align=self._align)
+
+    def piece(self, chunks: Sequence[int]) -> Tensor:
+        """The frames of some chunks as one contiguous piece: a view where they are neighbours, otherwise a copy."""
+        view = self._view(chunks)
+        if view is not None:
+            return view
+        room = self.room_for(chunks)
+        for i, chunk in enumerate(chunks):
+            room.header(i).copy_(self.header(chunk))
+            room.message(i).copy_(self.message(chunk))
+        return room.buffer
+
+    def landing(self, chunks: Sequence[int]) -> Tensor:
+        """Where a piece with some chunks can be received: a view of their places if they are neighbours."""
+        view = self._view(chunks)
+        return self.room_for(chunks).buffer if view is None else view
+
+    def settle(self, chunks: Sequence[int], landed: Tensor) -> None:
+        """Bring the frames of a piece that was received into their places, if they are not there already."""
+        if self._view(chunks) is not None:
+            return
+        room = self.room_for(chunks)
+        room.buffer = landed
+        for i, chunk in enumerate(chunks):
+            self.header(chunk).copy_(room.header(i))
+            self.message(chunk).copy_(room.message(i))
+
+    def _view(self, chunks: Sequence[int]) -> Tensor | None:
+        if not chunks or list(chunks) != list(range(chunks[0], chunks[0] + len(chunks))):
+            return None
+        last = chunks[-1]
+        return self.buffer[self._starts[chunks[0]] : self._starts[last] + HEADER + self._sizes[last]]
+
+
+class Seal:
+    """Writes headers, and compares those that arrive with what they should be, without reading them on the host.
+
+    A rank that has seen a wrong header says so in the headers that it writes from then on, so that all ranks learn
+    of it while the messages still flow as planned: nobody is left waiting.
+
+    Args:
+        device: where the headers live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._arrived: list[tuple[int, Header, Tensor]] = []
+        self._compared = 0
+        self._wrong: list[Tensor] = []
+
+    def write(self, header: Header, out: Tensor) -> None:
+        """Write a header into uint8 [16]."""
+        out.copy_(self._upload([header]).view(-1), non_blocking=True)
+        for wrong in self._wrong:
+            out[_KIND_AT].bitwise_or_(wrong * _FAULT)
+
+    def expect(self, peer: int, header: Header, arrived: Tensor) -> None:
+        """Note that ``arrived``, uint8 [16], came from ``peer`` and should be ``header``."""
+        self._arrived.append((peer, header, arrived.clone()))
+
+    def compare(self) -> None:
+        """Compare everything noted since the last time."""
+        new = self._arrived[self._compared :]
+        self._compared = len(self._arrived)
+        if new:
+            expected = self._upload([header for _, header, _ in new])
+            self._wrong.append((torch.stack([arrived for _, _, arrived in new]) != expected).any().to(torch.uint8))
+
+    def wrong(self) -> Tensor:
+        """Whether any header so far was wrong: bool []; the only thing that depends on the device's values."""
+        return torch.stack([torch.zeros((), dtype=torch.uint8, device=self._device), *self._wrong]).any()
+
+    def describe(self) -> tuple[str, tuple[int, ...]]:
+        """What was wrong, in words, and which peers sent it. Reads the headers on the host."""
+        faults = [(peer, header, found) for peer, header, found in self._arrived if _raw(found) != header.pack()]
+        said = [f"rank {peer} sent {_differences(header, _raw(found))}" for peer, header, found in faults]
+        return "; ".join(said[:3]), tuple(sorted({peer for peer, _, _ in faults}))
+
+    def _upload(self, headers: Sequence[Header]) -> Tensor:
+        """uint8 [headers, 16] on the device; from pageable memory, which is copied before the call returns."""
+        raw = bytearray(b"".join(header.pack() for header in headers))
+        return torch.frombuffer(raw, dtype=torch.uint8).view(-1, HEADER).to(self._device, non_blocking=True)
+
+
+def _raw(header: Tensor) -> bytes:
+    return header.cpu().numpy().tobytes()
+
+
+def _differences(expected: Header, raw: bytes) -> str:
+    magic, version, kind, *rest = _LAYOUT.unpack(raw)
+    if magic != b"DQ" or version != VERSION:
+        return f"something that is no frame of version {VERSION} (it begins with {raw[:4].hex(' ')})"
+    wanted = _LAYOUT.unpack(expected.pack())[2:]
+    found = (kind & ~_FAULT, *rest)
+    names = Header._fields
+    wrong = [f"{name} {f} instead of {w}" for name, f, w in zip(names, found, wanted, strict=True) if f != w]
+    if kind & _FAULT:
+        wrong.append("word that it had received a wrong header")
+    return f"for chunk {expected.chunk} " + ", ".join(wrong)

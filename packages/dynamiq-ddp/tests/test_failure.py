@@ -1,0 +1,108 @@
+"""What happens when a peer goes away or sends what does not belong: an error that says so, and no changed tensor."""
+
+import pytest
+import torch
+
+from dynamiq_core import DynamiQ, DynamiQError
+from dynamiq_core.baselines import BF16
+from dynamiq_ddp import CommunicationError, all_reduce
+from dynamiq_transport import TransportError
+
+
+def attempt(transport, codec, size=1000, **arguments):
+    """The tensor and the error of one all-reduce."""
+    tensor = torch.full((size,), float(transport.rank))
+    try:
+        all_reduce(tensor, transport=transport, codec=codec, **arguments)
+    except DynamiQError as error:
+        return tensor, error
+    return tensor, None
+
+
+@pytest.mark.parametrize("schedule", ["ring", "butterfly", "direct"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_rank_that_leaves_in_the_middle(n, schedule, codec, ranks, recorder):
+    def work(transport):
+        def leave(exchange, peer, tensor):
+            if transport.rank == 0 and exchange == (n - 1).bit_length():  # the first after the agreement
+                transport.close()
+
+        return attempt(recorder(transport, leave), codec, schedule=schedule, step=8, bucket=3)
+
+    for rank, (tensor, error) in enumerate(ranks(n, work)):
+        assert isinstance(error, CommunicationError)
+        assert isinstance(error, TransportError)
+        assert (error.step, error.bucket) == (8, 3)
+        assert "step 8, bucket 3" in str(error)
+        assert rank == 0 or error.peers
+        assert (tensor == rank).all()
+
+
+@pytest.mark.parametrize(("n", "exchange"), [(n, e) for n in (2, 3) for e in range(2 + 2 * (n - 1))])
+def test_a_damaged_header_is_reported_by_every_rank_that_could_know(n, exchange, ranks, recorder):
+    """Without agreement, and with statistics: exchange 0 and 1 are of phase 1, the later ones of the ring."""
+    reduce_steps = {0, *range(2, 2 + n - 1)}
+
+    def work(transport):
+        def damage(number, peer, tensor):
+            if transport.rank == 0 and number == exchange:
+                tensor[12] += 1  # the step of the first header
+
+        return attempt(recorder(transport, damage), DynamiQ(), check=False, step=5, bucket=2)
+
+    results = ranks(n, work)
+    for rank, (tensor, error) in enumerate(results):
+        # What is damaged while reducing spoils the sum, and all learn of it. A finished chunk may be whole elsewhere.
+        if exchange in reduce_steps or rank == 0:
+            assert isinstance(error, CommunicationError)
+            assert error.peers
+            assert (error.step, error.bucket) == (5, 2)
+            assert (tensor == rank).all()
+    text = str(results[0][1])
+    assert "step 6 instead of 5" in text
+    assert f"rank {n - 1} sent" in text or n > 2
+
+
+def test_every_rank_stays_in_step_after_a_damaged_header(ranks, recorder):
+    def work(transport):
+        def damage(number, peer, tensor):
+            if transport.rank == 2 and number == 0:
+                tensor[0] ^= 255
+
+        recorded = recorder(transport, damage)
+        assert attempt(recorded, BF16(), check=False)[1] is not None
+        return all_reduce(torch.full((9,), float(transport.rank)), transport=recorded, codec=BF16())
+
+    for result in ranks(4, work):
+        assert torch.equal(result, torch.full((9,), 1.5))
+
+
+def test_ranks_at_different_steps(ranks):
+    """Unchecked, messages of the same size: the headers tell."""
+
+    def work(transport):
+        return attempt(transport, BF16(), check=False, step=int(transport.rank == 1))
+
+    for rank, (tensor, error) in enumerate(ranks(3, work)):
+        assert isinstance(error, CommunicationError)
+        assert "step" in str(error)
+        assert (tensor == rank).all()
+
+
+def test_ranks_with_different_sizes_unchecked(ranks):
+    def work(transport):
+        return attempt(transport, BF16(), size=1000 + 100 * transport.rank, check=False)
+
+    for rank, (tensor, error) in enumerate(ranks(3, work)):
+        assert isinstance(error, CommunicationError)
+        assert (tensor == rank).all()
+
+
+def test_a_peer_that_stalls_is_an_error_within_the_timeout(ranks):
+    def work(transport):
+        return None if transport.rank == 1 else attempt(transport, BF16())
+
+    (tensor, error), _ = ranks(2, work, timeout=0.2)
+    assert isinstance(error, CommunicationError)
+    assert error.peers == (1,)
+    assert not tensor.any()

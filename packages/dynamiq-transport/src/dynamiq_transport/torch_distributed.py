@@ -1,0 +1,255 @@
+"""Messages over torch.distributed: batched point-to-point on a given process group, with Gloo, NCCL and their like.
+
+How sizes are guarded. Gloo matches messages by tag, so the tag is the number of bytes: a message of another size than
+expected meets no receive, and both sides time out. Under one common tag a longer message would end the process, since
+Gloo raises in a thread of its own, and a shorter one would fill part of the buffer without a word. NCCL ignores tags
+and matches by order alone; there a wrong size stays unseen, or stalls, and the sizes have to be agreed beforehand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynamiq_transport.group import dedicated_group
+from dynamiq_transport.transport import (
+    DEFAULT_TIMEOUT,
+    Handle,
+    Message,
+    Transport,
+    TransportError,
+    check_batch,
+    check_timeout,
+)
+
+_TAGS = 1 << 31  # tags are non-negative 32-bit integers
+_PROBE = 0.001  # seconds; zero would mean the group's own timeout
+
+_Failure = tuple[int, str]  # the peer, and what could not be done
+
+
+class _Operation(dist.P2POp):
+    """One message of a batch, addressed by its rank in the group.
+
+    The base class looks the peer up in torch's table of groups. A group made by hand, as for ranks that are threads or
+    for elastic training, is not in that table, and sending needs nothing but the rank inside the group.
+    """
+
+    def __init__(self, verb: Callable[..., Any], tensor: Tensor, group: dist.ProcessGroup, peer: int) -> None:
+        self.op = verb
+        self.tensor = tensor
+        self.group = group
+        self.peer = self.group_peer = peer
+        self.tag = tensor.numel() % _TAGS
+
+    def __new__(cls, *_: object) -> Self:
+        return object.__new__(cls)
+
+
+class _Part:
+    """What one ``Work`` stands for: one message, or the whole batch where the backend posts it as one call."""
+
+    def __init__(self, work: dist.Work, operations: list[dist.P2POp]) -> None:
+        self.work = work
+        self.operations = operations
+
+    def wait(self, seconds: float) -> None:
+        if self.operations[0].tensor.is_cuda:
+            self.work.wait()  # only orders the stream; a timeout would block the host
+        else:
+            self.work.wait(timedelta(seconds=seconds))
+
+
+class _TorchHandle(Handle):
+    """Keeps the operations, and with them the buffers, until they are done."""
+
+    def __init__(self, transport: TorchTransport, parts: list[_Part]) -> None:
+        self._transport = transport
+        self._parts = parts
+        self._lost: tuple[int, ...] = ()
+
+    def wait(self) -> None:
+        if self._lost:
+            raise TransportError(f"this batch has failed before (peers {self._lost})", self._lost)
+        failures = _finish(self._parts, self._transport.timeout)
+        self._parts.clear()
+        self._transport._in_flight.discard(self)
+        if failures:
+            self._lost = _peers(failures)
+            raise self._transport._fail(failures)
+
+
+class TorchTransport(Transport):
+    """The ranks of a torch.distributed process group.
+
+    Every batch is one ``batch_isend_irecv`` on that group. Give it a group that carries nothing else, since messages
+    are matched by order and the user's own collectives must not be caught in between; `TorchTransport.dedicated` makes
+    one. Ranks are those of the group, whatever their global ranks. A group that is given stays the caller's to destroy.
+
+    On CPU a failure is raised by ``wait`` within ``timeout``. With NCCL a wait only orders the stream; a dead peer
+    shows in NCCL's watchdog after the group's own timeout, as for any other collective. The first batch on CUDA also
+    makes every rank of the group meet once, because NCCL connects a group in its first call and all must make it.
+
+    Args:
+        process_group: the group, registered with torch or made by hand; the default group when None.
+        timeout: seconds that a wait lasts at most, above 0.
+
+    Raises:
+        ValueError: there is no default group yet, or the timeout is out of range.
+        TypeError: no process group, which is also what torch hands to a process that is not a member.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self._group: dist.ProcessGroup | None = _member(process_group)
+        self._owned = False
+        self.rank = self._group.rank()
+        self.size = self._group.size()
+        self.timeout = check_timeout(timeout)
+        self._in_flight: set[_TorchHandle] = set()
+        self._joined: set[torch.device] = set()
+        self._closed: str | None = None
+
+    @classmethod
+    def dedicated(
+        cls, process_group: dist.ProcessGroup | None = None, *, timeout: float = DEFAULT_TIMEOUT
+    ) -> TorchTransport:
+        """A transport over a new group with the same ranks, used by nobody else; closing the transport ends the group.
+
+        All members of ``process_group`` call it, in the same order, and no other rank; see `dedicated_group`.
+
+        Args:
+            process_group: whose ranks to join; the default group when None.
+            timeout: seconds that a wait lasts at most, above 0; also for the making of the group.
+
+        Raises:
+            ValueError: as for the class, or a backend other than Gloo and NCCL.
+            TypeError: as for the class.
+            TransportError: the other ranks did not come.
+        """
+        transport = cls(dedicated_group(_member(process_group), timeout=timeout), timeout=timeout)
+        transport._owned = True
+        return transport
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Handle:
+        check_batch(self, sends, recvs)
+        if self._closed is not None or self._group is None:
+            raise TransportError(f"the transport of rank {self.rank} {self._closed}")
+        messages = [(dist.irecv, *message) for message in recvs] + [(dist.isend, *message) for message in sends]
+        # Not every backend carries empty messages; both sides know the sizes, so both leave them out.
+        operations: list[dist.P2POp] = [
+            _Operation(verb, tensor, self._group, peer) for verb, peer, tensor in messages if tensor.numel()
+        ]
+        works = self._post(operations)
+        if len(works) == len(operations):
+            parts = [_Part(work, [operation]) for work, operation in zip(works, operations, strict=True)]
+        else:
+            parts = [_Part(work, operations) for work in works]
+        handle = _TorchHandle(self, parts)
+        self._in_flight.add(handle)
+        return handle
+
+    def close(self) -> None:
+        """Wait for what is still in flight, so that no message is lost when the process ends."""
+        for handle in tuple(self._in_flight):
+            handle.wait()
+        self.abort()
+
+    def abort(self) -> None:
+        """Leave without finishing anything; peers notice when the group ends or their timeout has passed."""
+        self._in_flight.clear()
+        self._closed = self._closed or "is closed"
+        if self._owned and self._group is not None:
+            self._group.shutdown()
+        self._group = None  # with the last reference to a group its sockets and threads go
+
+    def _post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
+        if not operations:
+            return []  # batch_isend_irecv takes no empty list
+        devices = {operation.tensor.device for operation in operations}
+        if len(devices) > 1:
+            raise ValueError(f"a batch cannot mix devices: {', '.join(sorted(map(str, devices)))}")
+        try:
+            if (device := devices.pop()).type != "cuda":
+                return dist.batch_isend_irecv(operations)
+            with torch.cuda.device(device):  # NCCL works on the current device
+                self._join(operations[0].group, device)
+                return dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            failures = _unreachable(operations, error)
+        # Raised out here, so that the traceback of torch's error does not keep the group alive.
+        operations.clear()
+        raise self._fail(failures)
+
+    def _join(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Let all ranks meet before the first batch on a CUDA device, in which only some of them may take part."""
+        if device not in self._joined:
+            self._joined.add(device)
+            group.allreduce([torch.zeros(1, device=device)]).wait()
+
+    def _fail(self, failures: list[_Failure]) -> TransportError:
+        """Give up for good: the ranks have lost their common place in the order of messages."""
+        peers = _peers(failures)
+        self.abort()
+        self._closed = f"has failed before (peers {peers})"
+        return TransportError(
+            f"rank {self.rank} lost peer {', '.join(map(str, peers))} (timeout {self.timeout:g} s): could not "
+            f"{'; '.join(reason for _, reason in failures)}. "
+            "A peer that is stopped, dead, behind, or sending another size gives this.",
+            peers,
+        )
+
+
+def _member(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself, or the default group for None."""
+    group: object = process_group
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("there is no default process group; call torch.distributed.init_process_group first")
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group cannot be {group!r}; allowed: a torch.distributed.ProcessGroup that this process is a member "
+            "of (other processes get no transport)"
+        )
+    return group
+
+
+def _finish(parts: list[_Part], timeout: float) -> list[_Failure]:
+    """Wait for everything and say what failed; no reference to the group remains in what is returned."""
+    deadline = time.monotonic() + timeout
+    failures: list[_Failure] = []
+    for part in parts:
+        try:
+            # After a failure only look at the rest, to name every peer that is not there.
+            part.wait(_PROBE if failures else max(_PROBE, deadline - time.monotonic()))
+        except RuntimeError as error:
+            failures += (_failure(operation, error) for operation in part.operations)
+    return failures
+
+
+def _unreachable(operations: list[dist.P2POp], error: RuntimeError) -> list[_Failure]:
+    """Those whose peer takes no other message either: a batch that fails to start does not say which part did."""
+    lost = []
+    for operation in operations:
+        try:
+            if not operation.tensor.is_cuda:
+                empty = torch.empty(0, dtype=torch.uint8)
+                dist.isend(empty, group=operation.group, group_dst=operation.group_peer)
+        except RuntimeError:
+            lost.append(operation)
+    return [_failure(operation, error) for operation in lost or operations]
+
+
+def _failure(operation: dist.P2POp, error: RuntimeError) -> _Failure:
+    verb = "send to" if operation.op is dist.isend else "receive from"
+    return operation.group_peer, f"{verb} rank {operation.group_peer} {operation.tensor.numel()} bytes: {error}"
+
+
+def _peers(failures: list[_Failure]) -> tuple[int, ...]:
+    return tuple(sorted({peer for peer, _ in failures}))
