@@ -63,7 +63,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Strict mypy over the four packages."""
-    install(session, "mypy", "types-tqdm", packages=LAYERS["ddp"])
+    install(session, "mypy", "pytest", "types-tqdm", packages=LAYERS["ddp"])
     session.run("mypy", *(session.posargs or SOURCES))
 
 
