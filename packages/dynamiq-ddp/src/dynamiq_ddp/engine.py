@@ -20,7 +20,7 @@ from .agreement import agree
 from .errors import CommunicationError
 from .frames import GRADIENT, STATISTICS, Frames, Header, Seal
 from .meter import Meter, MeteredTransport
-from .route import Route, find_route, statistics_route
+from .route import Route, find_route, quick_route
 from .walk import Walk, reduce_and_gather
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,25 +98,41 @@ def all_reduce(
         problem = error
     if check:
         # A rank with a problem takes part all the same: alone, it would leave the others waiting.
-        facts = {"problem": problem} if job is None else describe(tensor, job)
+        facts = {"problem": problem} if job is None else describe(tensor, codec, job.route, step=step, bucket=bucket)
         device = tensor.device if isinstance(tensor, Tensor) and tensor.is_cuda else torch.device("cpu")
-        _agree(transport, facts, device, meter, step=step, bucket=bucket)
+        compare_ranks(facts, transport, device, meter, step=step, bucket=bucket)
     if job is None:
         raise problem or AssertionError("no job without a problem")
     return reduce_tensor(tensor, job)
 
 
-def describe(tensor: Tensor, job: Job) -> dict[str, object]:
+def describe(tensor: Tensor, codec: Codec[Any], route: Route, *, step: int, bucket: int) -> dict[str, object]:
     """What must be equal on all ranks before they exchange messages of an all-reduce."""
     return {
         "version": f"{dynamiq_core.__version__}, frames {frames.VERSION}",
-        "codec": job.codec.fingerprint(),
-        "schedule": job.route.name,
+        "codec": codec.fingerprint(),
+        "schedule": route.name,
         "number of elements": tensor.numel(),
         "dtype": tensor.dtype,
-        "step": job.step,
-        "bucket": job.bucket,
+        "step": step,
+        "bucket": bucket,
     }
+
+
+def compare_ranks(
+    facts: Mapping[str, object], transport: Transport, device: torch.device, meter: Meter, *, step: int, bucket: int
+) -> None:
+    """`agree` on facts before an all-reduce, counted and with its errors.
+
+    Raises:
+        ConfigMismatchError: they differ; on every rank.
+        CommunicationError: a rank did not take part.
+    """
+    try:
+        with meter.span("agreement", device):
+            agree(MeteredTransport(transport, meter, "agreement"), facts, device=device)
+    except TransportError as error:
+        raise CommunicationError(str(error), error.peers, step=step, bucket=bucket) from error
 
 
 @torch.no_grad()
@@ -154,7 +170,7 @@ def _merge_statistics(x: Tensor, job: Job, seal: Seal) -> Tensor | None:
         own = job.codec.statistics(x)
     if own is None:
         return None
-    route = statistics_route(job.transport.rank, job.transport.size)
+    route = quick_route(job.transport.rank, job.transport.size)
     chunks = route.schedule.chunks
     rows = torch.tensor_split(own, chunks)
 
@@ -227,16 +243,6 @@ def _raise_if_wrong(seal: Seal, x: Tensor, job: Job) -> None:
     if not x.is_cuda and seal.wrong():
         reason, peers = seal.describe()
         raise CommunicationError(reason, peers, step=job.step, bucket=job.bucket)
-
-
-def _agree(
-    transport: Transport, facts: Mapping[str, object], device: torch.device, meter: Meter, *, step: int, bucket: int
-) -> None:
-    try:
-        with meter.span("agreement", device):
-            agree(MeteredTransport(transport, meter, "agreement"), facts, device=device)
-    except TransportError as error:
-        raise CommunicationError(str(error), error.peers, step=step, bucket=bucket) from error
 
 
 def _check_tensor(tensor: object) -> None:

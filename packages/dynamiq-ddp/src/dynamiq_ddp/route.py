@@ -54,23 +54,28 @@ def find_route(schedule: str | ScheduleFunction, rank: int, size: int) -> Route:
     Raises:
         ConfigError: no such schedule, or the function's schedules do not fit together.
     """
-    function = _find_function(schedule)
+    function = find_function(schedule)
     survey = _survey(function, size)
     return Route(function(rank, size), *survey)
 
 
-def statistics_route(rank: int, size: int) -> Route:
-    """The route of the statistics, whatever that of the gradient.
+def quick_route(rank: int, size: int) -> Route:
+    """The route of what is small: the statistics, whatever the schedule of the gradient, and small tensors.
 
-    They are under 1 % of the bytes, so the number of messages in a row is what costs time: two with the direct
-    exchange, 2 log2 n with the butterfly, 2 (n - 1) with the ring. The butterfly is taken where it is balanced and
-    keeps the number of peers small; for other numbers of ranks its proxies would send twice their share.
+    Its time goes to the number of messages in a row: two with the direct exchange, 2 log2 n with the butterfly,
+    2 (n - 1) with the ring. The butterfly is taken where it is balanced, and keeps the number of peers small; for
+    other numbers of ranks its proxies would send twice their share.
     """
     power_of_two = size & (size - 1) == 0
     return find_route("butterfly" if power_of_two else "direct", rank, size)
 
 
-def _find_function(schedule: str | ScheduleFunction) -> ScheduleFunction:
+def find_function(schedule: str | ScheduleFunction) -> ScheduleFunction:
+    """The function that a name stands for.
+
+    Raises:
+        ConfigError: no such schedule.
+    """
     if callable(schedule):
         return schedule
     if schedule not in SCHEDULES:

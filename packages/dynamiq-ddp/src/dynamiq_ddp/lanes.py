@@ -1,0 +1,186 @@
+"""Lanes: each does its all-reduces one after the other, beside the backward pass and beside the other lanes.
+
+On CPU a lane is a thread. On CUDA it is a stream, on which the caller enqueues. Each has a transport of its own, so
+that the order of messages within a lane is the same on all ranks, whatever the lanes do relative to each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from dynamiq_transport import Transport
+
+from .meter import Meter
+
+Work = Callable[["Lane"], Tensor]
+"""Does one all-reduce over the lane's transport, and returns the tensor."""
+
+_PATIENCE = 10.0
+"""Seconds that closing waits for what a thread is doing."""
+
+
+class Lane:
+    """One transport and what it costs.
+
+    Attributes:
+        transport: used by this lane alone.
+        meter: counts what the lane does.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.meter = Meter()
+        self.stream: torch.cuda.Stream | None = None
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, action: Callable[[], None]) -> None:
+        """Let the lane's thread call ``action`` after everything that was submitted before."""
+        if self._thread is None:
+            # A daemon, so that a message that never arrives cannot keep the process from ending.
+            self._thread = threading.Thread(target=_run, args=(self._queue,), name="dynamiq lane", daemon=True)
+            self._thread.start()
+        self._queue.put(action)
+
+    def stop(self) -> None:
+        """End the thread, if there is one, after what it is doing."""
+        if self._thread is not None:
+            self._queue.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join(_PATIENCE)
+
+
+def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (action := queue.get()) is not None:
+        action()
+        del action  # nothing is kept alive while waiting
+
+
+class Pending:
+    """An all-reduce that was begun: a future for DDP, and the outcome for whoever waits for it in Python."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._done = threading.Event()
+        self._outcome: Future[Tensor | None] = Future()
+        self.future: Future[Tensor] = self._outcome.then(self._unwrap)
+
+    def finish(self, tensor: Tensor | None, error: Exception | None = None) -> None:
+        """Hand over the result, or the error."""
+        self.error = error
+        self._outcome.set_result(tensor)
+        self._done.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is finished."""
+        return self._done.is_set()
+
+    def wait(self) -> Exception | None:
+        """Block until it is finished, and return the error if there was one."""
+        self._done.wait()
+        return self.error
+
+    def _unwrap(self, outcome: Future[Tensor | None]) -> Tensor:
+        # `Future.set_exception` would reach DDP as a value of the wrong type. An error in a callback is an error there.
+        if self.error is not None:
+            raise self.error
+        tensor = outcome.value()
+        assert tensor is not None
+        return tensor
+
+
+class Lanes:
+    """All lanes of one group of ranks; after an error none of them does anything any more.
+
+    Args:
+        transports: one for each lane.
+    """
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self.lanes = [Lane(transport) for transport in transports]
+        self.error: Exception | None = None
+
+    @property
+    def rank(self) -> int:
+        """Of this process among those that exchange messages."""
+        return self.lanes[0].transport.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes exchange messages."""
+        return self.lanes[0].transport.size
+
+    def begin(self, number: int, work: Work, device: torch.device) -> tuple[Future[Tensor], Pending | None]:
+        """Start work on a lane and return at once.
+
+        Args:
+            number: of the work; its remainder decides the lane, the same on all ranks.
+            work: what to do.
+            device: where its tensor lives.
+
+        Returns:
+            The future for DDP; and on CPU, what to wait for so as to see an error as it was raised.
+
+        Raises:
+            Exception: on CUDA, what went wrong while enqueueing; or the error that stopped the lanes before.
+        """
+        if self.error is not None:
+            raise self.error
+        lane = self.lanes[number % len(self.lanes)]
+        if device.type == "cuda":
+            return self._enqueue(lane, work, device), None
+        pending = Pending()
+        lane.submit(lambda: self._perform(lane, work, pending))
+        return pending.future, pending
+
+    def close(self) -> None:
+        """Finish what was begun, then leave the group."""
+        for lane in self.lanes:
+            lane.stop()
+            lane.transport.abort() if self.error else lane.transport.close()
+        self.error = self.error or RuntimeError("these lanes are closed")
+
+    def _perform(self, lane: Lane, work: Work, pending: Pending) -> None:
+        """In the lane's thread."""
+        if self.error is not None:
+            pending.finish(None, self.error)
+            return
+        try:
+            tensor = work(lane)
+        except Exception as error:
+            self._fail(error)
+            pending.finish(None, self.error)
+        else:
+            pending.finish(tensor)
+
+    def _enqueue(self, lane: Lane, work: Work, device: torch.device) -> Future[Tensor]:
+        """On the lane's stream, after what the current stream has been given so far."""
+        if lane.stream is None:
+            lane.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        lane.stream.wait_stream(torch.cuda.current_stream(device))
+        future: Future[Tensor] = Future(devices=[device])
+        with torch.cuda.stream(lane.stream):
+            try:
+                tensor = work(lane)
+            except Exception as error:
+                self._fail(error)
+                raise
+            tensor.record_stream(lane.stream)
+            future.set_result(tensor)  # remembers this stream; whoever waits makes theirs wait for it
+        return future
+
+    def _fail(self, error: Exception) -> None:
+        """Leave every transport, each in its own thread, so that the peers notice and do not wait for this rank."""
+        self.error = self.error or error
+        for lane in self.lanes:
+            if lane.stream is None:
+                lane.submit(lane.transport.abort)
+            else:
+                lane.transport.abort()
