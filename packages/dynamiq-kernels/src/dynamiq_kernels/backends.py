@@ -49,7 +49,7 @@ def operations(backend: Backend = "auto", device: torch.device | str = "cpu") ->
     if backend == "reference":
         return reference
     try:
-        module: Operations = importlib.import_module(f"dynamiq_kernels.{backend}")  # type: ignore[assignment]
+        module: Operations = importlib.import_module(f"dynamiq_kernels.{backend}")
     except ImportError as error:
         raise BackendError(f"backend {backend!r} cannot be imported: {error}") from error
     return module

@@ -8,17 +8,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from dynamiq_core.levels import level_table
 from dynamiq_core.plan import DynamiQPlan
 from dynamiq_core.rounding import stratum
-
-kernel = njit(nogil=True, cache=True, error_model="numpy")
-"""A compiled loop over super-groups. Divisions never raise: a check in a loop would keep it from being vectorised."""
-
-device = njit(inline="always", error_model="numpy")
-"""A part of kernels, inlined before types are inferred: LLVM sees one function and knows what does not alias."""
 
 
 class Key(NamedTuple):

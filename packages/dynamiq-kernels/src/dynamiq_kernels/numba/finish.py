@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dynamiq_core.config import SUPER_GROUP
 from dynamiq_core.plan import DynamiQPlan
-from dynamiq_kernels.numba.chunk import chunk_arguments, kernel
+from dynamiq_kernels.numba.chunk import chunk_arguments
+from dynamiq_kernels.numba.compiling import kernel
 from dynamiq_kernels.numba.floats import gradient_arguments, write
 from dynamiq_kernels.numba.memory import stack
 from dynamiq_kernels.numba.quantise import add_message

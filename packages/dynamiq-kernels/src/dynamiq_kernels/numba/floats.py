@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dynamiq_core.config import SUPER_GROUP
-from dynamiq_kernels.numba.chunk import device
+from dynamiq_kernels.numba.compiling import device
 from dynamiq_kernels.numba.memory import bits_of, float_of, stack, window
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2

@@ -12,7 +12,8 @@ from dynamiq_core import scales
 from dynamiq_core.config import SUPER_GROUP
 from dynamiq_core.plan import DynamiQPlan
 from dynamiq_core.protocol import Received
-from dynamiq_kernels.numba.chunk import chunk_arguments, kernel, slot_arguments
+from dynamiq_kernels.numba.chunk import chunk_arguments, slot_arguments
+from dynamiq_kernels.numba.compiling import kernel
 from dynamiq_kernels.numba.floats import clear_padding, gradient_arguments, read
 from dynamiq_kernels.numba.memory import bytes_at, stack
 from dynamiq_kernels.numba.quantise import add_message, write_message

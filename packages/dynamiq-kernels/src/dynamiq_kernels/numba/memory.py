@@ -7,12 +7,18 @@ would keep loops from being vectorised. The instructions are portable LLVM, with
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
+import numba.extending
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.extending import intrinsic
-from numba.np.arrayobj import make_array, populate_array
+from numba.np import arrayobj
+
+intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.extending.intrinsic
+literal_intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.extending.intrinsic(prefer_literal=True)
+make_array: Any = arrayobj.make_array
+populate_array: Any = arrayobj.populate_array
 
 ALIGNMENT = 64
 """Of arrays on the stack, in bytes: a cache line, and no less than any vector register."""
@@ -24,7 +30,7 @@ BYTES = ir.VectorType(ir.IntType(8), LANES)
 BITS = ir.VectorType(ir.IntType(1), LANES)
 
 
-@intrinsic(prefer_literal=True)
+@literal_intrinsic
 def stack(_typing: Any, count: Any, dtype: Any) -> Any:
     """An uninitialised array of ``count`` (a literal) elements, which lives as long as the kernel's call."""
     if not isinstance(count, types.IntegerLiteral):
@@ -41,7 +47,7 @@ def stack(_typing: Any, count: Any, dtype: Any) -> Any:
     return types.Array(element, 1, "C")(count, dtype), codegen
 
 
-@intrinsic(prefer_literal=True)
+@literal_intrinsic
 def window(_typing: Any, array: Any, start: Any, count: Any) -> Any:
     """``array[start : start + count]`` of a contiguous array, for an int64 start and a literal count, unchecked."""
     if not isinstance(count, types.IntegerLiteral):

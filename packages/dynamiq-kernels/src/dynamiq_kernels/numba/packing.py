@@ -12,7 +12,7 @@ import numpy as np
 
 from dynamiq_core.config import SUPER_GROUP
 from dynamiq_core.packing import PLANE
-from dynamiq_kernels.numba.chunk import device
+from dynamiq_kernels.numba.compiling import device
 from dynamiq_kernels.numba.memory import LANES, gather_bits, spread_bits, window
 
 WORDS = SUPER_GROUP // LANES

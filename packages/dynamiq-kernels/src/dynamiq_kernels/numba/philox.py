@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from dynamiq_core import philox, rounding
+from dynamiq_kernels.numba.compiling import subroutine
 
 LANES = np.uint64(rounding.LANES)
 ROUNDS = philox.ROUNDS
@@ -20,7 +20,7 @@ MASK = np.uint64(0xFFFFFFFF)
 WORD = np.uint64(32)
 
 
-@njit(error_model="numpy")
+@subroutine
 def philox_words(words: Any, super_group: Any, lanes: Any, domain: Any, key: Any) -> None:
     """The random words of the first lanes of a super-group.
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dynamiq_core.config import GROUPS, SUPER_GROUP
-from dynamiq_kernels.numba.chunk import device
+from dynamiq_kernels.numba.compiling import device
 from dynamiq_kernels.numba.memory import bits_of, multiply_add, stack
 from dynamiq_kernels.numba.packing import read_planes, write_planes
 from dynamiq_kernels.numba.rounding import encoding_draws, one_plus, slot_draws

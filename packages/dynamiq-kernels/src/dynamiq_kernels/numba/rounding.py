@@ -8,7 +8,7 @@ import numpy as np
 
 from dynamiq_core.config import SUPER_GROUP
 from dynamiq_core.rounding import Stream
-from dynamiq_kernels.numba.chunk import device
+from dynamiq_kernels.numba.compiling import device
 from dynamiq_kernels.numba.memory import float_of, stack
 from dynamiq_kernels.numba.philox import philox_words
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from dynamiq_core import scales
 from dynamiq_core.config import GROUPS
-from dynamiq_kernels.numba.chunk import device
+from dynamiq_kernels.numba.compiling import device
 from dynamiq_kernels.numba.memory import bits_of, float_of, stack, window
 from dynamiq_kernels.numba.rounding import one_plus, scale_draws
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynamiq_core.config import SUPER_GROUP
 from dynamiq_core.statistics import MEAN_BITS, SQUARE_SHIFT, super_groups
-from dynamiq_kernels.numba.chunk import kernel
+from dynamiq_kernels.numba.compiling import kernel
 from dynamiq_kernels.numba.floats import clear_padding, gradient_arguments, read, to_bfloat16
 from dynamiq_kernels.numba.memory import bits_of, float_of, stack
 from dynamiq_kernels.numba.threads import for_each_range
@@ -40,7 +40,7 @@ def _statistics(first: Any, last: Any, x: Any, numel: Any, rows: Any) -> None:
             rows[j, 0] = NAN
             rows[j, 1] = NAN
             continue
-        biased = min(254 + MEAN_BITS - exponent, 253)
+        biased = 254 + MEAN_BITS - exponent if exponent > MEAN_BITS else 253
         scale = float_of(np.int32(biased << 23))
         unit = float_of(np.int32((254 - biased) << 23))
         total, squares = np.int32(0), np.int32(0)

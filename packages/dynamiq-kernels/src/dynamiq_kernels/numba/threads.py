@@ -46,7 +46,7 @@ os.register_at_fork(after_in_child=HELPERS.forget)
 
 
 def for_each_range(kernel: Any, count: int, *arguments: Any) -> None:
-    """Call ``kernel(first, last, *arguments)`` on ranges that make up 0..count, from ``torch.get_num_threads()`` threads.
+    """Call ``kernel(first, last, *arguments)`` on ranges that make up 0..count, on torch.get_num_threads() threads.
 
     May itself be called from several threads at once.
     """
