@@ -144,9 +144,12 @@ def test_rounding_to_narrow_dtypes_at_every_boundary(subject):
     subject.skip_if_slow(2**16)
     codec, reference = DynamiQ(CodecConfig(), operations=subject.operations), DynamiQ(CodecConfig())
     for dtype in (torch.float16, torch.bfloat16):
-        every = torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(dtype).to(torch.float32)
-        every = every[every.isfinite()]
-        middle = every[:-1] / 2 + every[1:] / 2
+        largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(torch.int16).item()
+        # Subnormals, the change to normal numbers, a sample of those, and the last ones before overflow.
+        steps = torch.cat((torch.arange(40), torch.arange(1000, 1050), torch.arange(0, largest, 331)))
+        steps = torch.cat((steps, largest - torch.arange(40))).to(torch.int16)
+        middle = steps.view(dtype).to(torch.float32) / 2 + (steps + 1).view(dtype).to(torch.float32) / 2
+        middle[-40] = torch.finfo(dtype).max + (torch.finfo(dtype).max - middle[-39])  # half a unit above the largest
         for towards in (middle, middle.nextafter(torch.tensor(0.0)), middle.nextafter(torch.tensor(torch.inf))):
             # A constant super-group of zero energy: its mean is added back exactly, and is all there is.
             values = torch.cat((towards, -towards))
