@@ -26,7 +26,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
         dispatcher: Any = njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:  # neither the package nor the home directory can be written
-        return njit(nogil=True, error_model="numpy")(function)
+        return njit(nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
     # Numba looks at the kernel's own file alone, and would keep a kernel whose parts have changed.
     index = dispatcher._cache._cache_file
     index._source_stamp = (index._source_stamp, SOURCES)
