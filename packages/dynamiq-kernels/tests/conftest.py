@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
+
 from dynamiq_core import CodecConfig, DynamiQ, DynamiQPlan, Operations, Received
 from dynamiq_kernels import available_backends, operations
-from torch import Tensor
 
 POISON = 0xAA
 

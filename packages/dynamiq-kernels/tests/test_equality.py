@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from dynamiq_core import CodecConfig, DynamiQ
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
