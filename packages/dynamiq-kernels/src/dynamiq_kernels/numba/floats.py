@@ -88,7 +88,7 @@ def to_float16(value: Any) -> Any:
 def read(values: Any, x: Any, start: Any, count: Any, mean: Any) -> None:
     """``x[start : start + count]`` less the mean as float32 [256]; what is beyond ``count`` means nothing."""
     if x.kind == FLOAT32:
-        wide = window(x.wide, start, SUPER_GROUP)
+        wide = window(x.wide, start)
         if count < SUPER_GROUP:
             for i in range(count):
                 values[i] = wide[i] - mean
@@ -96,7 +96,7 @@ def read(values: Any, x: Any, start: Any, count: Any, mean: Any) -> None:
             for i in range(SUPER_GROUP):
                 values[i] = wide[i] - mean
     else:
-        narrow = window(x.narrow, start, SUPER_GROUP)
+        narrow = window(x.narrow, start)
         if count < SUPER_GROUP:
             padded = stack(256, np.uint16)
             for i in range(count):
@@ -114,11 +114,11 @@ def read(values: Any, x: Any, start: Any, count: Any, mean: Any) -> None:
 def write(out: Any, values: Any, start: Any, count: Any, mean: Any) -> None:
     """The first ``count`` of float32 [256] plus the mean into ``out[start : start + count]``, rounded to its dtype."""
     if out.kind == FLOAT32:
-        wide = window(out.wide, start, SUPER_GROUP)
+        wide = window(out.wide, start)
         for i in range(count):
             wide[i] = values[i] + mean
     else:
-        narrow = window(out.narrow, start, SUPER_GROUP)
+        narrow = window(out.narrow, start)
         rounded = stack(256, np.uint16)
         if out.kind == BFLOAT16:
             for i in range(SUPER_GROUP):

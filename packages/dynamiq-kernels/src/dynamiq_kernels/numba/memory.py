@@ -1,8 +1,8 @@
 """What Numba lacks for loops without allocation: arrays on the stack, windows into arrays, and a few instructions.
 
-Arrays made here are bare pointers with a shape. Those on the stack are known not to alias anything, and a window is
-indexed from zero, so that LLVM needs neither overlap checks at run time nor Python's rule for negative indices; both
-would keep loops from being vectorised. The instructions are portable LLVM, without a word of any one processor.
+Arrays made here are bare pointers; nobody asks for their length. Those on the stack are known not to alias anything,
+and a window is indexed from zero, so that LLVM needs neither overlap checks at run time nor Python's rule for negative
+indices; both would keep loops from being vectorised. The instructions are portable LLVM, of no processor in particular.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.np import arrayobj
 
+from dynamiq_core import config
+
 intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.extending.intrinsic
 literal_intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.extending.intrinsic(prefer_literal=True)
 make_array: Any = arrayobj.make_array
@@ -22,6 +24,8 @@ populate_array: Any = arrayobj.populate_array
 
 ALIGNMENT = 64
 """Of arrays on the stack, in bytes: a cache line, and no less than any vector register."""
+
+GROUP = config.GROUP
 
 LANES = 32
 """Codes whose bits make up one word of a plane."""
@@ -42,30 +46,39 @@ def stack(_typing: Any, count: Any, dtype: Any) -> Any:
         with builder.goto_entry_block():
             pointer = builder.alloca(block)
         pointer.align = ALIGNMENT
-        return _array(context, builder, signature.return_type, pointer, count.literal_value)
+        return _array(context, builder, signature.return_type, pointer)
 
     return types.Array(element, 1, "C")(count, dtype), codegen
 
 
-@literal_intrinsic
-def window(_typing: Any, array: Any, start: Any, count: Any) -> Any:
-    """``array[start : start + count]`` of a contiguous array, for an int64 start and a literal count, unchecked."""
-    if not isinstance(count, types.IntegerLiteral):
-        return None
+@intrinsic
+def window(_typing: Any, array: Any, start: Any) -> Any:
+    """``array[start:]`` of a contiguous array, for an int64 start, unchecked."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = make_array(signature.args[0])(context, builder, args[0]).data
-        return _array(context, builder, signature.return_type, builder.gep(data, [args[1]]), count.literal_value)
+        return _array(context, builder, signature.return_type, builder.gep(data, [args[1]]))
 
-    return types.Array(array.dtype, 1, "C")(array, types.int64, count), codegen
+    return types.Array(array.dtype, 1, "C")(array, types.int64), codegen
+
+
+@intrinsic
+def recast(_typing: Any, array: Any, dtype: Any) -> Any:
+    """The memory of a contiguous array seen as another dtype; a message may start at any byte."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = make_array(signature.args[0])(context, builder, args[0]).data
+        return _array(context, builder, signature.return_type, data)
+
+    return types.Array(dtype.instance_type, 1, "C", aligned=False)(array, dtype), codegen
 
 
 @intrinsic
 def bytes_at(_typing: Any, address: Any) -> Any:
-    """The bytes from an address (int64) on, as an array whose length nobody asks for."""
+    """The bytes from an address (int64) on, unchecked."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _array(context, builder, signature.return_type, builder.inttoptr(args[0], ir.IntType(8).as_pointer()), 0)
+        return _array(context, builder, signature.return_type, builder.inttoptr(args[0], ir.IntType(8).as_pointer()))
 
     return types.Array(types.uint8, 1, "C")(types.int64), codegen
 
@@ -104,6 +117,22 @@ def multiply_add(_typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
+def largest_of_group(_typing: Any, values: Any, start: Any) -> Any:
+    """Bits of the largest magnitude in ``values[start : start + 16]`` (float32): int32, ordered like magnitudes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(ir.IntType(32), GROUP)
+        data = make_array(signature.args[0])(context, builder, args[0]).data
+        pointer = builder.bitcast(builder.gep(data, [args[1]]), kind.as_pointer())
+        magnitudes = builder.and_(builder.load(pointer, align=4), ir.Constant(kind, [0x7FFFFFFF] * GROUP))
+        reduce = ir.FunctionType(ir.IntType(32), [kind])
+        largest = builder.module.declare_intrinsic(f"llvm.vector.reduce.umax.v{GROUP}i32", (), reduce)
+        return builder.call(largest, [magnitudes])
+
+    return types.int32(values, types.int64), codegen
+
+
+@intrinsic
 def gather_bits(_typing: Any, codes: Any, start: Any, bit: Any) -> Any:
     """Word of a plane: bit i of the result (uint32) says whether ``codes[start + i] & bit`` is not 0, i < 32."""
 
@@ -129,14 +158,14 @@ def spread_bits(_typing: Any, codes: Any, start: Any, bit: Any, word: Any) -> An
     return types.void(codes, types.int64, types.uint8, types.uint32), codegen
 
 
-def _array(context: Any, builder: Any, kind: Any, pointer: Any, count: int) -> Any:
+def _array(context: Any, builder: Any, kind: Any, pointer: Any) -> Any:
     array = make_array(kind)(context, builder)
     element = context.get_data_type(kind.dtype)
     size = context.get_abi_sizeof(element)
     populate_array(
         array,
         data=builder.bitcast(pointer, element.as_pointer()),
-        shape=[context.get_constant(types.intp, count)],
+        shape=[context.get_constant(types.intp, 0)],
         strides=[context.get_constant(types.intp, size)],
         itemsize=context.get_constant(types.intp, size),
         meminfo=None,

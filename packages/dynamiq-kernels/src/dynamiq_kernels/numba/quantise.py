@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from dynamiq_core.config import GROUPS, SUPER_GROUP
+from dynamiq_core.config import SUPER_GROUP
 from dynamiq_kernels.numba.compiling import device
-from dynamiq_kernels.numba.memory import bits_of, multiply_add, stack
+from dynamiq_kernels.numba.memory import bits_of, multiply_add, recast, stack
 from dynamiq_kernels.numba.packing import read_planes, write_planes
 from dynamiq_kernels.numba.rounding import encoding_draws, one_plus, slot_draws
-from dynamiq_kernels.numba.scales import INFINITY, encode_scales, group_maxima, read_scales, write_scales
+from dynamiq_kernels.numba.scales import INFINITY, encode_scales, read_scales, write_scales
 
 ONE_AND_A_HALF = np.float32(1.5)
 ROUNDER = np.float32(1.5 * 2**23)
@@ -27,20 +27,18 @@ def add_message(values: Any, message: Any, k: Any, number: Any, divisor: Any, ch
     """Add what a message carries for the k-th super-group of its chunk, divided by ``divisor``, to ``values`` [256]."""
     width = np.int64(chunk.width[k])
     packed = stack(32, np.uint64)
-    codes = packed.view(np.uint8)
+    codes = recast(packed, np.uint8)
     read_planes(codes, message, width, np.int64(chunk.offset[k]))
 
     level = chunk.levels[width]
     centre, inner_gap, bend, offset, dither = level[0], level[4], level[5], level[6], level[7]
     gap = stack(16, np.float32)
-    read_scales(gap, message, k, chunk)
-    for g in range(GROUPS):
-        gap[g] = gap[g] / divisor * inner_gap
+    read_scales(gap, message, k, divisor, inner_gap, chunk)
 
     if chunk.dithered:
         words = stack(64, np.uint64)
         slot_draws(words, chunk.index[k], number, chunk)
-        draw = words.view(np.uint16)
+        draw = recast(words, np.uint16)
         for i in range(SUPER_GROUP):
             m = np.float32(codes[i]) - centre
             magnitude = abs(m)
@@ -58,24 +56,22 @@ def add_message(values: Any, message: Any, k: Any, number: Any, divisor: Any, ch
 def write_message(message: Any, values: Any, k: Any, slot: Any, chunk: Any) -> None:
     """Quantise ``values`` [256] and write planes and scales of the k-th super-group into the message."""
     super_group, width = chunk.index[k], np.int64(chunk.width[k])
-    maxima = stack(16, np.int32)
     scale_codes = stack(16, np.int32)
     inverse = stack(16, np.float32)
-    group_maxima(maxima, values)
-    super_scale = encode_scales(inverse, scale_codes, maxima, super_group, slot, chunk)
+    super_scale = encode_scales(inverse, scale_codes, values, super_group, slot, chunk)
     write_scales(message, scale_codes, super_scale, k, chunk)
 
     level = chunk.levels[width]
     centre, inner, outer, shift = level[0], level[1], level[2], level[3]
     packed = stack(32, np.uint64)
-    codes = packed.view(np.uint8)
+    codes = recast(packed, np.uint8)
     if super_scale == INFINITY:
         for i in range(SUPER_GROUP):
             codes[i] = 0
     else:
         words = stack(64, np.uint64)
         encoding_draws(words, super_group, slot, chunk)
-        draw = words.view(np.uint16)
+        draw = recast(words, np.uint16)
         centre -= ONE_AND_A_HALF
         for i in range(SUPER_GROUP):
             y = values[i] * inverse[i >> 4]

@@ -9,7 +9,7 @@ import numpy as np
 from dynamiq_core.config import SUPER_GROUP
 from dynamiq_core.rounding import Stream
 from dynamiq_kernels.numba.compiling import device
-from dynamiq_kernels.numba.memory import float_of, stack
+from dynamiq_kernels.numba.memory import float_of, recast, stack
 from dynamiq_kernels.numba.philox import philox_words
 
 ROTATION = int(Stream.ROTATION) << 24
@@ -40,7 +40,7 @@ def encoding_draws(words: Any, super_group: Any, slot: Any, chunk: Any) -> None:
     if slot.part > 0:
         turns = stack(64, np.uint64)
         philox_words(turns, super_group, 32, np.uint64(ROTATION), chunk.key)
-        draw, turn = words.view(np.uint16), turns.view(np.uint16)
+        draw, turn = recast(words, np.uint16), recast(turns, np.uint16)
         for i in range(SUPER_GROUP):
             rotation = (np.uint32(turn[i]) * slot.workers >> SIXTEEN) * slot.part
             draw[i] = np.uint16(rotation + slot.start + (np.uint32(draw[i]) * slot.part >> SIXTEEN))
