@@ -22,6 +22,8 @@ class Reduced(NamedTuple):
     plan: DynamiQPlan
 
 
+torch.set_num_threads(1)  # the tensors are small, and more threads would only wait for each other
+
 Normal: TypeAlias = Callable[..., Tensor]
 PlanOf: TypeAlias = Callable[..., DynamiQPlan]
 AllReduce: TypeAlias = Callable[..., Reduced]
@@ -56,7 +58,9 @@ def _ring(gradients: Sequence[Tensor], codec: DynamiQ, *, chunks: int | None = N
     """Chunk c starts at rank c + 1, gathers one gradient per hop, and is finished by rank c."""
     plan, size = _plan_of(gradients, codec, chunks=chunks, step=step), len(gradients)
     mean = torch.full_like(gradients[0], torch.nan)
-    for chunk in range(len(plan.sizes)):
+    for chunk, length in enumerate(plan.lengths):
+        if not length:
+            continue
         received: list[Received] = []
         for hop in range(size):
             rank = (chunk + 1 + hop) % size
@@ -70,7 +74,9 @@ def _direct(gradients: Sequence[Tensor], codec: DynamiQ, *, chunks: int | None =
     """Every rank sends every chunk to its owner, who adds them up."""
     plan, size = _plan_of(gradients, codec, chunks=chunks, step=step), len(gradients)
     mean = torch.full_like(gradients[0], torch.nan)
-    for chunk in range(len(plan.sizes)):
+    for chunk, length in enumerate(plan.lengths):
+        if not length:
+            continue
         owner = chunk % size
         received = [
             Received(codec.compress(gradients[rank], plan, chunk=chunk, slot=rank), rank)

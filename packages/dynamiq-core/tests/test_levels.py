@@ -55,9 +55,7 @@ def test_positions_invert_levels_and_are_straight_between_them(width: int, bend:
     torch.testing.assert_close(positions(level[None], row)[0] + centre, codes, rtol=0, atol=4e-5)
     for fraction in (0.25, 0.5, 0.875):
         between = level[:-1] + fraction * level.diff()
-        torch.testing.assert_close(
-            positions(between[None], row)[0] + centre, codes[:-1] + fraction, rtol=0, atol=4e-5
-        )
+        torch.testing.assert_close(positions(between[None], row)[0] + centre, codes[:-1] + fraction, rtol=0, atol=4e-5)
 
 
 @pytest.mark.parametrize("bend", BENDS)
@@ -101,9 +99,9 @@ class Entries:
         self.value = (torch.arange(bins, dtype=torch.float64) + 0.5) / bins
 
     def error(self, upper: Tensor, dither: Tensor | float = 0.0) -> Tensor:
-        """Error over energy of stochastic rounding to +-``upper``, a dither of that length being subtracted after it.
+        """Error over energy of stochastic rounding to +-``upper`` and subtracting a dither of that length.
 
-        Between levels at distance g, a fraction f of the way, the variance is g (g - dither) f (1 - f) + dither**2 / 12.
+        A fraction f of the way between levels at distance g, it is g (g - dither) f (1 - f) + dither**2 / 12.
         """
         bounds = torch.cat((-upper[:1], upper))
         cell = torch.searchsorted(upper.detach(), self.value).clamp(max=len(upper) - 1)
@@ -142,7 +140,7 @@ def entries() -> Entries:
 def test_near_the_best_table_for_normal_entries_and_better_than_uniform(width: int, entries: Entries) -> None:
     """Measured: within 3.9 % of the optimum and 8.3 to 11 % better than uniform.
 
-    With the dither subtracted: within 5.3 % of the optimum over levels and dither, and 3.3 to 4.7 % better than uniform.
+    With the dither subtracted: within 5.3 % of the best levels and dither, and 3.3 to 4.7 % better than uniform.
     """
     tables = {bend: levels(width, bend)[2 ** (width - 1) :].double() for bend in (1.0, 1.5)}
     bent, uniform = tables[1.5], tables[1.0]

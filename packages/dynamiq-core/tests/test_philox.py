@@ -19,9 +19,7 @@ KNOWN_ANSWERS = [
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS, ids=["zeros", "ones", "pi"])
-def test_known_answers_of_random123(
-    counter: tuple[int, ...], key: tuple[int, int], answer: tuple[int, ...]
-) -> None:
+def test_known_answers_of_random123(counter: tuple[int, ...], key: tuple[int, int], answer: tuple[int, ...]) -> None:
     assert philox4x32(counter, key).tolist() == list(answer)
     as_tensors = tuple(torch.tensor([word, 0]) for word in counter)
     assert philox4x32(as_tensors, key)[0].tolist() == list(answer)

@@ -68,7 +68,9 @@ def test_correlated_thresholds_fall_into_one_stratum_each(workers: int) -> None:
     from_middle = (u - (stratum_of + 0.5) / workers + 0.5) % 1 - 0.5
     assert from_middle.abs().max() <= 0.5 / workers + (workers + 1) / RESOLUTION  # strata of 2**16 // n units
     for r in range(workers):
-        assert (rotation == r).double().mean().item() == pytest.approx(1 / workers, abs=6 * (0.25 / u[0].numel()) ** 0.5)
+        assert (rotation == r).double().mean().item() == pytest.approx(
+            1 / workers, abs=6 * (0.25 / u[0].numel()) ** 0.5
+        )
 
 
 def test_the_order_of_the_strata_is_van_der_corputs() -> None:

@@ -129,7 +129,9 @@ def test_one_non_finite_group_makes_the_super_group_non_finite_and_no_other(scal
 
 def test_linear_scales_are_unbiased_over_all_draws() -> None:
     """Exhaustive over the 2**16 draws; the steps of a code are 1/255 of the super scale."""
-    maxima = torch.tensor([1.0, 0.999, 0.5, 1 / 3, 0.1, 0.01, 1 / 255, 0.003, 0.001, 1e-4, 1e-5, 0.9, 0.8, 0.7, 0.6, 0.2])
+    maxima = torch.tensor(
+        [1.0, 0.999, 0.5, 1 / 3, 0.1, 0.01, 1 / 255, 0.003, 0.001, 1e-4, 1e-5, 0.9, 0.8, 0.7, 0.6, 0.2]
+    )
     draw = torch.arange(2**16)[:, None].expand(-1, 16)
     coded = encode_scales(maxima.expand(2**16, 16), "linear", draw)
     scale = decode_scales(coded.super_scale, coded.codes, "linear").double()
