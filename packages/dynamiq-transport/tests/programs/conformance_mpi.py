@@ -27,7 +27,7 @@ def run_mpi(size: int, function: Callable[[Transport], Any], *, timeout: float) 
 
 class TestMPITransport(Conformance):
     launch = staticmethod(run_mpi)
-    sizes = tuple(range(1, MPI.COMM_WORLD.size + 1))
+    sizes = tuple(range(1, 5)) if MPI.COMM_WORLD.size == 4 else (MPI.COMM_WORLD.size,)
 
 
 class TestInParts(Conformance):
