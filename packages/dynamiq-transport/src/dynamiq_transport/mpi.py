@@ -152,11 +152,10 @@ class MPITransport(Transport):
                     ("send to", sends, self._comm.Isend),
                 ):
                     for peer, tensor in messages:
-                        tag = (
-                            tensor.numel() % self._tags
-                        )  # of the whole, so that no part matches one of another message
-                        for part in torch.split(tensor.view(-1), self.part_bytes) if tensor.numel() else ():
-                            pieces.append(_Piece(post([part, MPI.BYTE], peer, tag), part, verb, peer))
+                        # Of the whole, so that no part matches one of another message.
+                        tag = tensor.numel() % self._tags
+                        parts = torch.split(tensor.view(-1), self.part_bytes) if tensor.numel() else ()
+                        pieces += (_Piece(post([part, MPI.BYTE], peer, tag), part, verb, peer) for part in parts)
         except MPI.Exception as error:
             _abandon(pieces)
             self.abort()

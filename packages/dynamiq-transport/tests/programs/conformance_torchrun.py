@@ -30,7 +30,7 @@ def _end() -> Iterator[None]:
 
 
 def run_processes(size: int, function: Callable[[Transport], Any], *, timeout: float) -> None:
-    if RANK >= SIZE - size:
+    if SIZE - size <= RANK:
         with TorchTransport.dedicated(GROUPS[size], timeout=60.0) as transport:
             transport.timeout = timeout  # of waits; making the group may take longer than a test wants to wait
             function(transport)

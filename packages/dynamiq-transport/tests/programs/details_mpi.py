@@ -78,7 +78,8 @@ def test_users_own_messages_are_left_alone() -> None:
         comm.Send([torch.full_like(mine, 1), MPI.BYTE], after, 100)
         handle.wait()
         wanted.Wait()
-    assert bool((mine == 1).all()) and bool((theirs == 2).all())
+    assert bool((mine == 1).all())
+    assert bool((theirs == 2).all())
 
 
 def test_device_memory_is_refused_unless_the_library_takes_it() -> None:

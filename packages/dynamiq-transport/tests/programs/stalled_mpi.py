@@ -1,4 +1,4 @@
-"""One rank stops or dies under mpiexec; see test_mpi.py.  stalled_mpi.py FAULT TIMEOUT"""
+"""One rank stops or dies under mpiexec; see test_mpi.py. Arguments: fault, timeout in seconds."""
 
 from __future__ import annotations
 

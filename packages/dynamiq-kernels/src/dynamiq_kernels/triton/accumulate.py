@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from dynamiq_core import DynamiQPlan
 from torch import Tensor
 
+from dynamiq_core import DynamiQPlan
 from dynamiq_kernels.triton.gradients import lanes_within, load, store, tail_of
-from dynamiq_kernels.triton.hop import ADDRESSES, SCALARS
+from dynamiq_kernels.triton.hop import SCALARS
 from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of
 from dynamiq_kernels.triton.quantise import decode
 

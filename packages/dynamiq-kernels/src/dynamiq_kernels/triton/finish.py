@@ -1,12 +1,12 @@
-"""The end of an all-reduce: decompress, divide by the number of workers, add the mean, round to the gradient's dtype."""
+"""The end of an all-reduce: decompress, divide by the number of workers, add the mean, round to the dtype at hand."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from dynamiq_core import DynamiQPlan
 from torch import Tensor
 
+from dynamiq_core import DynamiQPlan
 from dynamiq_kernels.triton.gradients import lanes_within, store, tail_of
 from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of
 from dynamiq_kernels.triton.quantise import decode

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import triton
 import triton.language as tl
-from dynamiq_core import DynamiQPlan, Received
-from dynamiq_core.scales import SUPER_BYTES, group_bytes
 from torch import Tensor
 
+from dynamiq_core import DynamiQPlan, Received
+from dynamiq_core.scales import SUPER_BYTES, group_bytes
 from dynamiq_kernels.triton.gradients import coordinates_within, lanes_within, load, tail_of
 from dynamiq_kernels.triton.lanes import largest_bits
 from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of, stratum_of

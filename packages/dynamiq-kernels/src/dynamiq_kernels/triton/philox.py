@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from dynamiq_core.philox import MULTIPLIERS, ROUNDS, WEYL
 
+from dynamiq_core.philox import MULTIPLIERS, ROUNDS, WEYL
 from dynamiq_kernels.triton.lanes import join, unsigned
 
 _FIRST = tl.constexpr(MULTIPLIERS[0])

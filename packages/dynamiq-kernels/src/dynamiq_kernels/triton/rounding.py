@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from dynamiq_core.rounding import Stream
 
+from dynamiq_core.rounding import Stream
 from dynamiq_kernels.triton.philox import draws, words
 
 _ROTATION = tl.constexpr(int(Stream.ROTATION) << 24)

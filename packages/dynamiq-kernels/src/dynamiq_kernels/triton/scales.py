@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from dynamiq_core import scales
 
+from dynamiq_core import scales
 from dynamiq_kernels.triton.lanes import bits, floating, of_the_group
 from dynamiq_kernels.triton.rounding import group_thresholds
 
