@@ -63,7 +63,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Strict mypy over the four packages."""
-    install(session, "mypy", "types-tqdm", packages=LAYERS["ddp"])
+    install(session, "mypy", "pytest", "types-tqdm", packages=LAYERS["ddp"])
     session.run("mypy", *(session.posargs or SOURCES))
 
 
@@ -98,6 +98,8 @@ def demo(session: nox.Session) -> None:
     parser.add_argument("--ranks", type=int, default=4)
     options, rest = parser.parse_known_args(session.posargs)
     install(session, packages=[*BELOW_DDP, "packages/dynamiq-ddp[cpu,plot]"])
+    # Compiled code is kept on disk: once for all ranks, instead of in every one of them at the same time.
+    session.run("python", "-c", "from dynamiq_kernels import operations, warmup; warmup(operations())")
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     session.run("python", *launch, f"--nproc-per-node={options.ranks}", "-m", "dynamiq_ddp.demo", *rest, env=RANKS)
 

@@ -15,12 +15,13 @@ from itertools import islice
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from dynamiq_core import CodecConfig, DynamiQ, vnmse
 from dynamiq_ddp import simulate
 from dynamiq_ddp.demo.capture import worker_gradients
 from dynamiq_ddp.demo.recipe import Recipe
 from dynamiq_kernels import operations
-from torch import Tensor
 
 BLOCK = 32
 MXFP8_BITS = 8 + 8 / BLOCK

@@ -15,7 +15,9 @@ from dynamiq_ddp.demo.data import load_corpus
 from dynamiq_ddp.demo.model import GPT, GPTConfig
 from dynamiq_ddp.demo.recipe import Recipe
 
-RECIPE = Recipe(steps=6, seed=2, batch_size=2, warmup=2, model=GPTConfig(width=32, layers=1, heads=2, context=16))
+RECIPE = Recipe(
+    steps=6, seed=2, batch_size=2, warmup=2, clip=0.5, model=GPTConfig(width=32, layers=1, heads=2, context=16)
+)
 
 
 @pytest.fixture
@@ -39,6 +41,7 @@ def union_gradient(workers: int, steps: int) -> Tensor:
         optimizer.zero_grad()
         model(*(torch.cat(part) for part in zip(*parts, strict=True))).backward()
         if step < steps:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), RECIPE.clip)
             optimizer.step()
     return torch.cat([p.grad.flatten() for p in reversed(list(model.parameters())) if p.grad is not None])
 

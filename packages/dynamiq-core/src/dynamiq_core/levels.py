@@ -55,7 +55,7 @@ def level_table(bend: float) -> Tensor:
 
 
 def _rounded(value: float, bits: int) -> float:
-    return round(value * 2**bits) / 2**bits
+    return float(round(value * 2**bits) / 2**bits)
 
 
 def _typical_gap(bend: float) -> float:

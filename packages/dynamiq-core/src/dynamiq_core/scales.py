@@ -5,8 +5,8 @@ magnitude, so entries never clip and are unbiased given the scale; k = 15 says t
 *linear*: group scale = super scale * k / 255 with k stochastically rounded, entries normalised by the true maximum:
 two independent unbiased factors (the hierarchical quantisation of arXiv 2602.08923).
 
-A super-group with a non-finite value gets the super scale +inf, and every entry decodes as non-finite. One whose
-largest magnitude is below 2**-120 is treated as zero, so that reciprocals stay finite and nothing is subnormal.
+A super-group with a non-finite value gets the super scale +inf, and every entry decodes as non-finite. A super-group
+or a group whose largest magnitude is below 2**-120 is treated as zero, so that reciprocals stay finite.
 
 Shapes: m super-groups of 16 groups.
 """
@@ -61,7 +61,7 @@ def encode_scales(maxima: Tensor, scales: Scales, draw: Tensor | None = None) ->
     finite = torch.isfinite(maxima).all(dim=1)
     usable = torch.where(largest < SMALLEST, 0.0, largest)
     super_scale = round_up_to_bfloat16(torch.where(finite, usable, torch.inf))
-    maxima = torch.where((finite & (usable > 0))[:, None], maxima, 0.0)
+    maxima = torch.where(finite[:, None] & (maxima >= SMALLEST), maxima, 0.0)
     top = super_scale.to(torch.float32)[:, None]
     if scales == "log":
         ratios = torch.tensor(RATIOS, dtype=torch.float32, device=maxima.device)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from dynamiq_core import BackendError, CodecConfig, DynamiQ
+from dynamiq_core import CodecConfig, DynamiQ
+from dynamiq_kernels import Backend, operations, warmup
 
 
-def make_codec(config: CodecConfig, backend: str, device: torch.device) -> DynamiQ:
-    """A codec whose operations run on one device.
+def make_codec(config: CodecConfig, backend: Backend, device: torch.device) -> DynamiQ:
+    """A codec whose operations run on one device, compiled and ready.
 
     Args:
         config: the codec's parameters.
-        backend: ``"auto"`` or ``"reference"``.
+        backend: what carries out the operations; see `dynamiq_kernels.operations`.
         device: where the gradients live.
 
     Raises:
-        BackendError: the backend cannot run on this device.
+        BackendError: the backend is unknown or cannot run on this device.
     """
-    if backend not in ("auto", "reference"):
-        raise BackendError(f"backend {backend!r} cannot run on {device}; allowed: 'auto', 'reference'")
-    return DynamiQ(config)
+    chosen = operations(backend, device)
+    warmup(chosen, device, config=config)
+    return DynamiQ(config, operations=chosen)

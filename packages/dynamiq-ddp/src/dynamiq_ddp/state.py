@@ -17,6 +17,7 @@ from torch.autograd import Variable
 from torch.futures import Future
 
 from dynamiq_core import Codec, CodecConfig, ConfigError, DynamiQ, DynamiQError
+from dynamiq_kernels import Backend
 from dynamiq_transport import DEFAULT_TIMEOUT, ScheduleFunction, TorchTransport, Transport, TransportError
 
 from .backend import make_codec
@@ -68,7 +69,7 @@ class DynamiQState:
         *,
         bits: float = 5.0,
         schedule: str | ScheduleFunction = "ring",
-        backend: str = "auto",
+        backend: Backend = "auto",
         codec: Codec[Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
         min_compress_numel: int = MIN_COMPRESS_NUMEL,

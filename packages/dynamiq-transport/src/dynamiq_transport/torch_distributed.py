@@ -214,8 +214,8 @@ def _member(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"process_group cannot be {group!r}; allowed: a torch.distributed.ProcessGroup that this process is a member "
-            "of (other processes get no transport)"
+            f"process_group cannot be {group!r}; allowed: a torch.distributed.ProcessGroup that this process is a "
+            "member of (other processes get no transport)"
         )
     return group
 

@@ -55,6 +55,7 @@ def worker_gradients(workers: int, *, recipe: Recipe | None = None) -> Iterator[
             torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)], out=row)
         yield gradients
         _set_gradients(parameters, gradients.mean(dim=0))
+        nn.utils.clip_grad_norm_(parameters, recipe.clip)
         optimizer.step()
         schedule.step()
 

@@ -24,8 +24,9 @@ class Recipe:
         model: size of the model.
         batch_size: sequences per worker and step.
         learning_rate: peak of the schedule.
-        warmup: steps until the peak; a cosine to a tenth of it follows.
+        warmup: steps until the peak; a cosine to zero follows.
         weight_decay: of AdamW, on matrices only.
+        clip: largest norm of the averaged gradient that is applied as it is; a larger one is scaled down.
     """
 
     steps: int = 200
@@ -35,6 +36,7 @@ class Recipe:
     learning_rate: float = 3e-3
     warmup: int = 20
     weight_decay: float = 0.1
+    clip: float = 1.0
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -58,6 +60,6 @@ class Recipe:
         return torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95), fused=True)
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step as a fraction of the peak: linear warm-up, then a cosine to 0.1."""
+        """Learning rate of a step as a fraction of the peak: linear warm-up, then a cosine to 0."""
         warm = min(1.0, (step + 1) / self.warmup)
-        return warm * (0.55 + 0.45 * math.cos(math.pi * step / self.steps))
+        return warm * (0.5 + 0.5 * math.cos(math.pi * step / self.steps))

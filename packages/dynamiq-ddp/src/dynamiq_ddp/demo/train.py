@@ -5,7 +5,6 @@ Shapes: d parameters of the model.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -65,27 +64,30 @@ def train(install: Install, *, recipe: Recipe, corpus: Corpus, watch: Watch | No
     optimizer = recipe.optimizer(model)
     schedule = LambdaLR(optimizer, recipe.rate)
     losses, seconds = [], []
-    error = math.nan
+    exact = estimate = torch.empty(0)
     for step in range(recipe.steps):
         data = recipe.batch(corpus, step=step, worker=rank)
-        exact = exact_gradient(model, data) if step == recipe.steps - 1 else None
+        last = step == recipe.steps - 1
+        if last:
+            exact = exact_gradient(model, data)
         start = time.perf_counter()
         loss = model(*data)
         loss.backward()
+        if last:
+            estimate = flat_gradient(model)
+        nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
         optimizer.step()
         schedule.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)
-        if exact is not None:
-            error = vnmse(flat_gradient(model).double(), exact)
-        optimizer.zero_grad()
         if watch is not None:
             watch(step, losses[-1], seconds[-1])
     return Run(
         losses=_mean(torch.tensor(losses, dtype=torch.float64)).tolist(),
         step_seconds=seconds,
         validation_loss=validate(model.module, recipe=recipe, corpus=corpus),
-        vnmse=error,
+        vnmse=vnmse(estimate, exact),
         replicas_identical=replicas_identical(model.module),
     )
 

@@ -1,0 +1,32 @@
+"""What the command line prints."""
+
+import json
+from importlib import metadata
+
+import pytest
+
+from dynamiq_ddp.cli import main
+from dynamiq_kernels import operations
+
+
+def test_the_report_names_the_backend_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["auto"]["cpu"] == operations("auto", "cpu").name
+    assert report["backends"]["cpu"][0] == report["auto"]["cpu"]
+    assert report["versions"]["torch"] == metadata.version("torch")
+    assert report["transports"]["gloo"] is True
+
+
+def test_the_report_reads_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"  {'cpu':<18} {operations('auto', 'cpu').name}" in lines
+    assert f"  {'gloo':<18} yes" in lines
+
+
+def test_without_a_command_it_teaches_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([])
+    assert exit_.value.code == 2
+    assert "doctor" in capsys.readouterr().err

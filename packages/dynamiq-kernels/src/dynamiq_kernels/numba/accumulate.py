@@ -1,0 +1,37 @@
+"""Add what a message carries to a float32 sum, for schedules that keep one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dynamiq_core.config import SUPER_GROUP
+from dynamiq_core.plan import DynamiQPlan
+from dynamiq_kernels.numba.chunk import chunk_arguments
+from dynamiq_kernels.numba.compiling import kernel
+from dynamiq_kernels.numba.floats import gradient_arguments, read, write
+from dynamiq_kernels.numba.memory import stack
+from dynamiq_kernels.numba.quantise import add_message
+from dynamiq_kernels.numba.threads import for_each_range
+
+ZERO = np.float32(0.0)
+ONE = np.float32(1.0)
+
+
+@kernel
+def _accumulate(first: Any, last: Any, message: Any, slot: Any, chunk: Any, total: Any) -> None:
+    for k in range(first, last):
+        values = stack(256, np.float32)
+        start = np.int64(chunk.index[k]) * SUPER_GROUP
+        count = min(chunk.numel - start, SUPER_GROUP)
+        read(values, total, start, count, ZERO)
+        add_message(values, message, k, slot, ONE, chunk)
+        write(total, values, start, count, ZERO)
+
+
+def decompress_accumulate(message: Tensor, total: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int) -> None:
+    """Add what a message carries to ``total``; see `dynamiq_core.reference`."""
+    view = chunk_arguments(plan, chunk)
+    for_each_range(_accumulate, view.nonzero, message.numpy(), slot, view, gradient_arguments(total))

@@ -1,0 +1,72 @@
+"""What kernels know of a chunk: the plan's tables and the key of the random numbers, as arrays and numbers.
+
+Shapes: M super-groups in the tensor, K in the longest chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dynamiq_core.levels import level_table
+from dynamiq_core.plan import DynamiQPlan
+from dynamiq_core.rounding import stratum
+
+
+class Key(NamedTuple):
+    """What the random numbers of an all-reduce depend on: uint64 holding 32 bits each."""
+
+    seed_low: Any
+    seed_high: Any
+    step: Any
+    bucket: Any
+
+
+class Chunk(NamedTuple):
+    """The plan of one chunk."""
+
+    index: Any  # int32 [K], which super-group
+    width: Any  # int32 [K]
+    offset: Any  # int32 [K], byte of the first plane
+    mean: Any  # float32 [M]
+    levels: Any  # float32 [9, 8]
+    scales_at: Any  # int64, byte of the scale section
+    nonzero: Any  # int64, super-groups of width above 0; they come first
+    numel: Any  # int64
+    linear: Any  # bool, whether scales are linear
+    dithered: Any  # bool, whether decoders subtract the dither
+    key: Any
+
+
+class Slot(NamedTuple):
+    """Under which slot a kernel encodes, and its stratum if rounding is correlated; otherwise ``part`` is 0."""
+
+    number: Any  # int64
+    workers: Any  # uint32
+    start: Any  # uint32, start of the stratum in units of 2**-16
+    part: Any  # uint32, its width
+
+
+def chunk_arguments(plan: DynamiQPlan, chunk: int) -> Chunk:
+    """What a kernel gets for a chunk; the arrays share memory with the plan."""
+    config, (seed, step, bucket) = plan.config, plan.key
+    return Chunk(
+        index=plan.index.numpy()[chunk],
+        width=plan.width.numpy()[chunk],
+        offset=plan.offset.numpy()[chunk],
+        mean=plan.mean.numpy(),
+        levels=level_table(config.bend).numpy(),
+        scales_at=int(plan.scales_at.numpy()[chunk]),
+        nonzero=int(plan.nonzero.numpy()[chunk]),
+        numel=plan.numel,
+        linear=config.scales == "linear",
+        dithered=config.rounding == "dithered",
+        key=Key(*(np.uint64(word & 0xFFFFFFFF) for word in (seed, seed >> 32, step, bucket))),
+    )
+
+
+def slot_arguments(plan: DynamiQPlan, slot: int) -> Slot:
+    """What a kernel gets for the slot of an encoding."""
+    start, part = stratum(slot, plan.workers) if plan.config.rounding == "correlated" else (0, 0)
+    return Slot(slot, np.uint32(plan.workers), np.uint32(start), np.uint32(part))

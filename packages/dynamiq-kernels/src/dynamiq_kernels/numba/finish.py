@@ -1,0 +1,39 @@
+"""Decode a final message into the bucket: decompress, divide by n, add the mean, round to the bucket's dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dynamiq_core.config import SUPER_GROUP
+from dynamiq_core.plan import DynamiQPlan
+from dynamiq_kernels.numba.chunk import chunk_arguments
+from dynamiq_kernels.numba.compiling import kernel
+from dynamiq_kernels.numba.floats import gradient_arguments, write
+from dynamiq_kernels.numba.memory import stack
+from dynamiq_kernels.numba.quantise import add_message
+from dynamiq_kernels.numba.threads import for_each_range
+
+ZERO = np.float32(0.0)
+
+
+@kernel
+def _finish(first: Any, last: Any, message: Any, slot: Any, workers: Any, chunk: Any, out: Any) -> None:
+    for k in range(first, last):
+        values = stack(256, np.float32)
+        super_group = np.int64(chunk.index[k])
+        start = super_group * SUPER_GROUP
+        for i in range(SUPER_GROUP):
+            values[i] = ZERO
+        if chunk.width[k] > 0:
+            add_message(values, message, k, slot, workers, chunk)
+        write(out, values, start, min(chunk.numel - start, SUPER_GROUP), chunk.mean[super_group])
+
+
+def finish(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Tensor) -> None:
+    """Write the mean over the workers into a chunk of ``out``; see `dynamiq_core.reference`."""
+    view = chunk_arguments(plan, chunk)
+    workers = np.float32(plan.workers)
+    for_each_range(_finish, plan.lengths[chunk], message.numpy(), slot, workers, view, gradient_arguments(out))

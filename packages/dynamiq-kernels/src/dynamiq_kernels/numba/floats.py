@@ -1,0 +1,137 @@
+"""Gradients of three dtypes in and out of float32, by integer operations that vectorise and are exact.
+
+NumPy has no bfloat16, and not every processor converts float16; so both travel as uint16. Reading is exact,
+subnormals included. Writing rounds to nearest, ties to even, and makes every NaN the same quiet NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynamiq_core.config import SUPER_GROUP
+from dynamiq_kernels.numba.compiling import device
+from dynamiq_kernels.numba.memory import bits_of, float_of, stack, window
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+
+ZERO = np.float32(0.0)
+HALF = np.float32(0.5)
+HALF_BITS = 0x3F000000
+UNIT = np.float32(2.0**-24)
+"""Unit of float16's subnormals."""
+REBIAS = 112 << 23
+"""Difference between the exponents of float32 and float16, in place."""
+MAGNITUDE = 0x7FFFFFFF
+INFINITY = 0x7F800000
+
+
+class Gradient(NamedTuple):
+    """A tensor as kernels see it: one of two arrays, the other one being empty, and which dtype it holds."""
+
+    wide: Any  # float32 [d]
+    narrow: Any  # uint16 [d]
+    kind: Any  # int64
+
+
+def gradient_arguments(x: Tensor) -> Gradient:
+    """What a kernel gets for a tensor [d] of a supported dtype; it shares the tensor's memory."""
+    x, kind = x.detach(), KINDS[x.dtype]
+    if kind == FLOAT32:
+        return Gradient(x.numpy(), np.empty(0, dtype=np.uint16), kind)
+    return Gradient(np.empty(0, dtype=np.float32), x.view(torch.int16).numpy().view(np.uint16), kind)
+
+
+@device
+def from_bfloat16(half: Any) -> Any:
+    """The float32 of a bfloat16's bits."""
+    return float_of(np.int32(np.int32(half) << 16))
+
+
+@device
+def from_float16(half: Any) -> Any:
+    """The float32 of a float16's bits."""
+    magnitude = np.int32(half & 0x7FFF)
+    bits = np.int32((magnitude << 13) + REBIAS)
+    bits = np.int32(bits + REBIAS) if magnitude >= 0x7C00 else bits
+    value = np.float32(magnitude) * UNIT if magnitude < 0x0400 else float_of(bits)
+    return np.copysign(value, from_bfloat16(half))
+
+
+@device
+def to_bfloat16(value: Any) -> Any:
+    """The bits of the nearest bfloat16."""
+    bits = bits_of(value)
+    rounded = np.int32(np.int32(bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
+    return np.uint16(rounded) if (bits & MAGNITUDE) <= INFINITY else np.uint16(0x7FC0)
+
+
+@device
+def to_float16(value: Any) -> Any:
+    """The bits of the nearest float16."""
+    bits = bits_of(value)
+    magnitude = np.int32(bits & MAGNITUDE)
+    normal = np.int32(np.int32(magnitude - REBIAS + 0xFFF + (magnitude >> 13 & 1)) >> 13)
+    # The unit of 1/2 in float32 is that of float16's subnormals: the addition rounds them.
+    subnormal = np.int32(bits_of(abs(value) + HALF) - HALF_BITS)
+    half = subnormal if magnitude < 0x38800000 else normal
+    half = np.int32(0x7C00) if magnitude >= 0x47800000 else half
+    half = np.int32(0x7E00) if magnitude > INFINITY else half
+    return np.uint16(half | (bits >> 16 & 0x8000))
+
+
+@device
+def read(values: Any, x: Any, start: Any, count: Any, mean: Any) -> None:
+    """``x[start : start + count]`` less the mean as float32 [256]; what is beyond ``count`` means nothing."""
+    if x.kind == FLOAT32:
+        wide = window(x.wide, start)
+        if count < SUPER_GROUP:
+            for i in range(count):
+                values[i] = wide[i] - mean
+        else:
+            for i in range(SUPER_GROUP):
+                values[i] = wide[i] - mean
+    else:
+        narrow = window(x.narrow, start)
+        if count < SUPER_GROUP:
+            padded = stack(256, np.uint16)
+            for i in range(count):
+                padded[i] = narrow[i]
+            narrow = padded
+        if x.kind == BFLOAT16:
+            for i in range(SUPER_GROUP):
+                values[i] = from_bfloat16(narrow[i]) - mean
+        else:
+            for i in range(SUPER_GROUP):
+                values[i] = from_float16(narrow[i]) - mean
+
+
+@device
+def write(out: Any, values: Any, start: Any, count: Any, mean: Any) -> None:
+    """The first ``count`` of float32 [256] plus the mean into ``out[start : start + count]``, rounded to its dtype."""
+    if out.kind == FLOAT32:
+        wide = window(out.wide, start)
+        for i in range(count):
+            wide[i] = values[i] + mean
+    else:
+        narrow = window(out.narrow, start)
+        rounded = stack(256, np.uint16)
+        if out.kind == BFLOAT16:
+            for i in range(SUPER_GROUP):
+                rounded[i] = to_bfloat16(values[i] + mean)
+        else:
+            for i in range(SUPER_GROUP):
+                rounded[i] = to_float16(values[i] + mean)
+        for i in range(count):
+            narrow[i] = rounded[i]
+
+
+@device
+def clear_padding(values: Any, count: Any) -> None:
+    """Zeros from ``count`` on."""
+    for i in range(count, SUPER_GROUP):
+        values[i] = ZERO

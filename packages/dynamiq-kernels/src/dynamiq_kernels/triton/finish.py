@@ -1,0 +1,49 @@
+"""The end of an all-reduce: decompress, divide by the number of workers, add the mean, round to the dtype at hand."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynamiq_core import DynamiQPlan
+from dynamiq_kernels.triton.gradients import lanes_within, store, tail_of
+from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of
+from dynamiq_kernels.triton.quantise import decode
+
+
+@triton.jit(
+    do_not_specialize=["slot", "count", "numel", "keys", "bucket", "seed_high"],
+    do_not_specialize_on_alignment=["index", "width", "offset", "scales_at", "nonzero", "message"],
+)
+def finish_kernel(
+    message, slot, out, count, numel, workers,
+    index, width, offset, mean, scales_at, nonzero, table, ratios, bend, less_one, keys, bucket, seed_high,
+    TAIL: tl.constexpr, DITHERED: tl.constexpr, CORRELATED: tl.constexpr, LINEAR: tl.constexpr,
+    FEWEST: tl.constexpr, SG: tl.constexpr,
+):  # fmt: skip
+    """Write the mean over the workers of a chunk's ``count`` super-groups into ``out``."""
+    lane = tl.arange(0, 32)[None, :]
+    random = (keys, bucket, seed_high)
+    chunk = (table, ratios, bend, less_one, tl.load(scales_at), tl.load(nonzero))
+    for first in range(tl.program_id(0) * SG, count, tl.num_programs(0) * SG):
+        k = tl.minimum(first + tl.arange(0, SG)[:, None], count - 1)
+        j, w = tl.load(index + k), tl.load(width + k)
+        at = tl.load(offset + k).to(tl.uint32, bitcast=True)
+        counter = (j * 32 + lane).to(tl.uint32, bitcast=True)
+        # Of width 0, too: no plane can be taken for granted.
+        values = decode(message, k, w, at, counter, slot, workers, chunk, random, DITHERED, LINEAR, True, 0)
+        values += tl.load(mean + j)[None]
+        store(out, values, j, lanes_within(counter, numel, TAIL), numel, TAIL)
+
+
+def finish(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Tensor) -> None:
+    """Write the mean over the workers of a chunk's coordinates into ``out`` [d]; see `dynamiq_core.reference`."""
+    check([message, out], [message])
+    if not plan.lengths[chunk]:
+        return
+    launch(
+        finish_kernel, plan.lengths[chunk], out.device,
+        message=message, slot=slot, out=out, count=plan.lengths[chunk], numel=plan.numel,
+        workers=float(plan.workers), **chunk_of(plan, chunk), TAIL=tail_of(plan.numel), **options_of(plan.config),
+    )  # fmt: skip

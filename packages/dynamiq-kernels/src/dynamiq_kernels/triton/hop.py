@@ -1,0 +1,86 @@
+"""The hop: decompress, accumulate and recompress in one pass over memory; with nothing received it is compress."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dynamiq_core import DynamiQPlan, Received
+from dynamiq_core.scales import SUPER_BYTES, group_bytes
+from dynamiq_kernels.triton.gradients import coordinates_within, lanes_within, load, tail_of
+from dynamiq_kernels.triton.lanes import largest_bits
+from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of, stratum_of
+from dynamiq_kernels.triton.philox import signed
+from dynamiq_kernels.triton.quantise import decode, encode
+
+_CLEARED = tl.constexpr(1024)
+
+SCALARS = ["size", "numel", "keys", "bucket", "seed_high", "slots", "slot", "stratum"]
+"""Arguments whose values kernels are not compiled for."""
+
+ADDRESSES = ["index", "width", "offset", "scales_at", "nonzero", "messages", "out"]
+"""Pointers whose alignment kernels are not compiled for."""
+
+
+@triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=ADDRESSES)
+def hop_kernel(
+    x, messages, slots, out, size, slot, stratum, numel,
+    index, width, offset, mean, scales_at, nonzero, table, ratios, bend, less_one, keys, bucket, seed_high,
+    RECEIVED: tl.constexpr, TAIL: tl.constexpr, DITHERED: tl.constexpr, CORRELATED: tl.constexpr,
+    LINEAR: tl.constexpr, PER_SUPER_GROUP: tl.constexpr, FEWEST: tl.constexpr, SG: tl.constexpr,
+):  # fmt: skip
+    """Encode a chunk of ``x`` plus RECEIVED messages into ``out`` [size].
+
+    Only super-groups of width above 0 are visited: they come first, and the others send nothing.
+    """
+    lane = tl.arange(0, 32)[None, :]
+    random = (keys, bucket, seed_high)
+    start, number = tl.load(scales_at), tl.load(nonzero)
+    chunk = (table, ratios, bend, less_one, start, number)
+    for first in range(tl.program_id(0) * SG, number, tl.num_programs(0) * SG):
+        # Past the end the last super-group is done once more, and the same bytes are written again.
+        k = tl.minimum(first + tl.arange(0, SG)[:, None], number - 1)
+        j, w = tl.load(index + k), tl.load(width + k)
+        at = tl.load(offset + k).to(tl.uint32, bitcast=True)
+        counter = (j * 32 + lane).to(tl.uint32, bitcast=True)
+        within = lanes_within(counter, numel, TAIL)
+        values = load(x, j, within, numel, TAIL) - tl.load(mean + j)[None]
+        for i in tl.static_range(RECEIVED):
+            values += decode(
+                messages[i], k, w, at, counter, slots[i], 1.0, chunk, random, DITHERED, LINEAR, False, FEWEST
+            )
+        if TAIL == 2:
+            values = tl.where(coordinates_within(j, numel), values, 0.0)
+        maximum = tl.where(within, largest_bits(values), 0)
+        encode(
+            out, values, maximum, within, k, j, w, at, counter, slot, stratum, chunk, random,
+            CORRELATED, LINEAR, FEWEST,
+        )  # fmt: skip
+
+    end = start + number * PER_SUPER_GROUP
+    for first in range(end + tl.program_id(0) * _CLEARED, size, tl.num_programs(0) * _CLEARED):
+        byte = first + tl.arange(0, _CLEARED)
+        tl.store(out + byte, tl.zeros([_CLEARED], tl.uint8), mask=byte < size)
+
+
+def decompress_accumulate_recompress(
+    received: Sequence[Received], x: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Tensor
+) -> None:
+    """Encode a chunk of ``x`` plus the received messages; see `dynamiq_core.reference`.
+
+    One kernel is compiled for every number of messages.
+    """
+    messages = tuple(message for message, _ in received)
+    check([x, out, *messages], [out, *messages])
+    if not out.numel():
+        return
+    launch(
+        hop_kernel, plan.lengths[chunk], x.device,
+        x=x, messages=messages, slots=tuple(signed(s) for _, s in received), out=out, size=out.numel(), slot=slot,
+        stratum=stratum_of(plan, slot), numel=plan.numel, **chunk_of(plan, chunk), RECEIVED=len(messages),
+        TAIL=tail_of(plan.numel), PER_SUPER_GROUP=group_bytes(plan.config.scales) + SUPER_BYTES,
+        **options_of(plan.config),
+    )  # fmt: skip

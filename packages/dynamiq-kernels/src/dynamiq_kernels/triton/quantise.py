@@ -1,0 +1,67 @@
+"""A super-group from values to a message and back: what the operations share.
+
+Float32 operations are those of `dynamiq_core.reference`. Where it computes exactly - distances of levels and their
+products with a dither - the order here is another one with fewer instructions; nothing is rounded on the way.
+Shapes as in `lanes`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dynamiq_kernels.triton.lanes import floating, load_four, unsigned
+from dynamiq_kernels.triton.planes import read_planes, write_planes
+from dynamiq_kernels.triton.rounding import encoding_draws, slot_draws
+from dynamiq_kernels.triton.scales import encode_scales, read_scale, write_scales
+
+_ROW = tl.constexpr(12)
+_ROUNDER = tl.constexpr(1.5 * 2**23)
+"""A sum with it has the nearest integer, ties to even, in its low bits."""
+
+
+@triton.jit
+def copysign(magnitude, sign):
+    """``magnitude`` (not negative) with the sign of ``sign``."""
+    return floating((unsigned(sign) & 0x80000000) | unsigned(magnitude))
+
+
+@triton.jit
+def decode(
+    message, k, width, offset, counter, slot, divisor, chunk, random,
+    DITHERED: tl.constexpr, LINEAR: tl.constexpr, DIVIDE: tl.constexpr, FEWEST: tl.constexpr,
+):  # fmt: skip
+    """What a message carries for super-groups, divided by ``divisor`` if DIVIDE: float32 [8, SG, 32]."""
+    table, ratios, bend, less_one, scales_at, nonzero = chunk
+    row = table + width * _ROW + tl.zeros_like(counter).to(tl.int32, bitcast=True)
+    start, low, high, dither = load_four(row + 4)
+    code = read_planes(message + offset, width, FEWEST).to(tl.float32)
+    # Half-integers on one straight line, less what they are shorter in the middle; half a dither included.
+    distance = tl.math.fma(code, -less_one, start[None])
+    distance = tl.minimum(tl.maximum(distance, low[None]), high[None])
+    distance = tl.math.fma(code, bend, distance)
+    if DITHERED:
+        distance = tl.math.fma(slot_draws(counter, slot, random), dither[None], distance)
+    scale = read_scale(message + scales_at, k, nonzero, ratios, LINEAR)
+    if DIVIDE:
+        scale = tl.math.div_rn(scale, divisor)
+    return distance * (scale * tl.load(row + 8))[None]
+
+
+@triton.jit
+def encode(
+    out, values, maximum, real, k, super_group, width, offset, counter, slot, stratum, chunk, random,
+    CORRELATED: tl.constexpr, LINEAR: tl.constexpr, FEWEST: tl.constexpr,
+):  # fmt: skip
+    """Quantise float32 [8, SG, 32] with largest magnitudes (bits, int32 [SG, 32]) and write planes and scales."""
+    table, ratios, _, _, scales_at, nonzero = chunk
+    half, inner, outer, shift = load_four(table + width * _ROW + tl.zeros_like(maximum))
+    top, finite, code, inverse = encode_scales(maximum, super_group, slot, random, ratios, LINEAR)
+    y = values * tl.where(real, inverse, 0.0)[None]
+    magnitude = tl.abs(y)
+    position = tl.minimum(magnitude * inner[None], magnitude * outer[None] + shift[None])
+    draw = encoding_draws(counter, slot, stratum, random, CORRELATED)
+    # The multiplication is by a power of two, so that fusing it changes no bit.
+    rounded = copysign(position, y) + tl.math.fma(draw, 1.0 / 65536, half[None]) + _ROUNDER
+    write_planes(out + offset, unsigned(rounded), width, finite, FEWEST)
+    write_scales(out + scales_at, k, nonzero, top, code, LINEAR)
