@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dynamiq_core import Codec, DynamiQ
@@ -38,6 +41,27 @@ def ranks() -> Callable[..., list[Any]]:
                 return error
 
         return run_local(size, work, timeout=timeout)
+
+    return launch
+
+
+def gloo_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+    """A Gloo group made by hand, of which this thread is a rank."""
+    group = dist.ProcessGroup(store, rank, size)
+    backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+@pytest.fixture
+def ddp_ranks() -> Callable[..., list[Any]]:
+    """``ddp_ranks(size, function)``: what ``function(group)`` returns on each rank of a Gloo group."""
+
+    def launch(size: int, function: Callable[[dist.ProcessGroup], Any]) -> list[Any]:
+        store = dist.HashStore()
+        with ThreadPoolExecutor(max_workers=size) as pool:
+            futures = [pool.submit(lambda rank: function(gloo_group(store, rank, size)), rank) for rank in range(size)]
+        return [future.result() for future in futures]
 
     return launch
 

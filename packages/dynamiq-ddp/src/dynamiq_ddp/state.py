@@ -150,7 +150,11 @@ class DynamiQState:
         def work(lane: Lane) -> Tensor:
             if not compared:
                 compare_ranks(facts, lane.transport, tensor.device, lane.meter, step=step, bucket=bucket)
-            return reduce_tensor(tensor, Job(lane.transport, codec, route, step, bucket, lane.meter))
+            job = Job(lane.transport, codec, route, step, bucket, lane.meter)
+            if tensor.layout == torch.strided:
+                return reduce_tensor(tensor, job)
+            # A sparse gradient has other rows on every rank; the messages hold all of them.
+            return reduce_tensor(tensor.to_dense(), job).to_sparse(tensor.sparse_dim())
 
         return work
 
@@ -259,7 +263,9 @@ class DynamiQState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another state stopped; on every rank.
 
-        The number of ranks may be another one. Settings stay those of this state; a warning says if the codec differs.
+        Settings stay those of this state; a warning says if the codec differs. The number of ranks may be another one:
+        nothing else is carried over. A run continues bit for bit when also DDP's buckets are the same. DDP arranges
+        them anew after the first backward pass, so make one before parameters, optimiser and state are loaded.
 
         Raises:
             ConfigError: the dictionary is not from `state_dict`, or from another version of it.

@@ -1,0 +1,437 @@
+"""The hook as DDP calls it: the contract, the error paths, and that it computes what no hook computes."""
+
+import copy
+import gc
+import inspect
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamiq_core import BackendError, DynamiQ, DynamiQError, InputError
+from dynamiq_core.baselines import BF16
+from dynamiq_ddp import CommunicationError, ConfigMismatchError, DynamiQState, dynamiq_hook
+
+SCHEDULES = ("ring", "butterfly")
+
+
+def single(value=0.0, dtype=torch.float32):
+    """A model of one weight, whose gradient is its input."""
+    model = nn.Linear(1, 1, bias=False, dtype=dtype)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def layers(count=4, width=24):
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(count)])
+    generator = torch.Generator().manual_seed(0)  # the global one is shared by the ranks' threads
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / width**0.5)
+    return model
+
+
+def wrap(model, group, *, hook=dynamiq_hook, cap=None, **arguments):
+    settings = {"codec": BF16(), "min_compress_numel": 0, "process_group": group, **arguments}
+    state = DynamiQState(**settings)
+    options = {} if cap is None else {"bucket_cap_mb": cap}
+    ddp = DistributedDataParallel(model, process_group=group, **options)
+    ddp.register_comm_hook(state, hook)
+    return ddp, state
+
+
+def backward(ddp, value):
+    ddp.zero_grad()
+    width = next(ddp.parameters()).shape[-1]
+    ddp(torch.full((2, width), float(value), dtype=next(ddp.parameters()).dtype)).sum().backward()
+    return [p.grad.clone() for p in ddp.parameters()]
+
+
+def gradients_of(models, values):
+    """The exact mean of what each rank computes by itself."""
+    every = []
+    for model, value in zip(models, values, strict=True):
+        model.zero_grad()
+        model(torch.full((2, model[0].weight.shape[1]), float(value))).sum().backward()
+        every.append([p.grad.clone() for p in model.parameters()])
+    return [torch.stack(parts).double().mean(dim=0) for parts in zip(*every, strict=True)]
+
+
+def assert_close(found, exact, relative=0.02):
+    found, exact = (torch.cat([part.double().flatten() for part in parts]) for parts in (found, exact))
+    assert float((found - exact).norm()) <= relative * float(exact.norm())
+
+
+def test_annotations_are_what_ddp_compares_them_with():
+    signature = inspect.signature(dynamiq_hook)
+    assert signature.parameters["bucket"].annotation is dist.GradBucket
+    assert signature.return_annotation == torch.futures.Future[torch.Tensor]
+    assert dynamiq_hook.__name__ == "dynamiq_hook"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_are_the_mean_and_equal_on_all_ranks(size, schedule, codec, ddp_ranks):
+    def work(group):
+        ddp, _ = wrap(layers(), group, codec=codec, schedule=schedule, cap=0.003)
+        return [backward(ddp, group.rank() + 1) for _ in range(2)]
+
+    results = ddp_ranks(size, work)
+    exact = gradients_of([layers() for _ in range(size)], range(1, size + 1))
+    for steps in results:
+        for step, found in enumerate(steps):
+            assert_close(found, exact, 0.2 if isinstance(codec, DynamiQ) else 0.02)
+            assert all(torch.equal(a, b) for a, b in zip(found, results[0][step], strict=True))
+
+
+def test_averages_once_like_no_hook(ddp_ranks):
+    def work(group):
+        ddp, _ = wrap(single(), group)
+        plain = DistributedDataParallel(single(), process_group=group)
+        value = 1.0 + 2 * group.rank()
+        return [float(backward(model, value / 2)[0]) for model in (ddp, plain)]
+
+    assert ddp_ranks(2, work) == [[2.0, 2.0]] * 2
+
+
+def test_fewer_elements_than_ranks(codec, ddp_ranks):
+    def work(group):
+        ddp, _ = wrap(single(), group, codec=codec)
+        return float(backward(ddp, (group.rank() + 1) / 2)[0])
+
+    results = ddp_ranks(4, work)
+    assert results == [results[0]] * 4
+    assert results[0] == pytest.approx(2.5, rel=0.3 if isinstance(codec, DynamiQ) else 1e-6)
+
+
+def test_one_rank_sends_nothing(ddp_ranks):
+    def work(group):
+        ddp, state = wrap(layers(), group)
+        found = backward(ddp, 1)
+        assert state.stats().bytes_sent == 0
+        assert state.stats().bits_per_coordinate == 0
+        return found
+
+    (found,) = ddp_ranks(1, work)
+    assert all(torch.equal(a, b.float()) for a, b in zip(found, gradients_of([layers()], [1]), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_dtype_of_the_bucket_is_kept(dtype, ddp_ranks):
+    def work(group):
+        ddp, _ = wrap(single(dtype=dtype), group)
+        (found,) = backward(ddp, (1.0 + 2 * group.rank()) / 2)
+        return found.dtype, float(found)
+
+    assert ddp_ranks(2, work) == [(dtype, 2.0)] * 2
+
+
+def test_parameters_of_several_dtypes(ddp_ranks):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
+            self.weights = nn.ParameterList([nn.Parameter(torch.zeros(5, dtype=dtype)) for dtype in dtypes])
+
+        def forward(self, x):
+            return sum((torch.view_as_real(w) if w.is_complex() else w).double().sum() * x for w in self.weights)
+
+    def work(group):
+        ddp, _ = wrap(Mixed(), group)
+        ddp(torch.tensor(1.0 + group.rank(), dtype=torch.float64) / 3).backward()
+        return [p.grad for p in ddp.parameters()]
+
+    for found in ddp_ranks(2, work):
+        assert torch.equal(found[0], torch.full((5,), 0.5))
+        assert torch.equal(found[1], torch.full((5,), 0.5, dtype=torch.bfloat16))
+        exact = (torch.tensor(1.0, dtype=torch.float64) / 3 + torch.tensor(2.0, dtype=torch.float64) / 3) / 2
+        assert torch.equal(found[2], exact.expand(5))
+        assert torch.allclose(found[3], torch.full((5,), complex(0.5, 0.5)))
+
+
+def test_half_precision_sum_does_not_overflow(ddp_ranks):
+    def work(group):
+        results = []
+        for threshold in (0, 10):  # compressed, and not
+            ddp, _ = wrap(single(dtype=torch.float16), group, min_compress_numel=threshold)
+            results.append(float(backward(ddp, 30000.0)[0]))
+        return results
+
+    for compressed, exact in ddp_ranks(2, work):
+        assert compressed == pytest.approx(60000, rel=0.01)
+        assert exact == 60000
+
+
+def test_small_buckets_are_averaged_exactly(ddp_ranks):
+    value = 0.123456789
+
+    def work(group):
+        ddp, state = wrap(single(), group, min_compress_numel=2)
+        return float(backward(ddp, value / 2)[0]), state.stats().bytes_sent
+
+    for found, sent in ddp_ranks(2, work):
+        assert found == float(torch.tensor(value))
+        assert sent > 0
+
+
+def test_warm_up_steps_are_exact(ddp_ranks):
+    value = float(torch.tensor(1.0) + 2.0**-20)  # more than bfloat16 holds
+
+    def work(group):
+        ddp, _ = wrap(single(), group, warmup_steps=2)
+        return [float(backward(ddp, value / 2)[0]) for _ in range(3)]
+
+    assert ddp_ranks(2, work) == [[value, value, 1.0]] * 2
+
+
+def test_the_users_collectives_are_left_alone(ddp_ranks):
+    """One is pending on the group during the whole backward pass, and another is done inside the forward pass."""
+    value = torch.tensor(0.123456789)
+
+    class Summing(nn.Module):
+        def __init__(self, group):
+            super().__init__()
+            self.inner, self.group = layers(2), group
+
+        def forward(self, x):
+            self.seen = value.clone()
+            self.group.allreduce([self.seen]).wait()
+            return self.inner(x)
+
+    def work(group):
+        model = Summing(group)
+        ddp, _ = wrap(model, group, cap=0.001)
+        for _ in range(3):
+            pending = torch.full((50_000,), 0.123456789)
+            later = group.allreduce([pending])
+            x = torch.full((2, 24), float(group.rank() + 1))
+            ddp.zero_grad()
+            ddp(x).sum().backward()
+            later.wait()
+            assert torch.equal(model.seen, value + value)
+            assert torch.equal(pending, torch.full((50_000,), 0.123456789) * 2)
+        return [p.grad.clone() for p in ddp.parameters()]
+
+    for found in ddp_ranks(2, work):
+        assert_close(found, gradients_of([layers(2), layers(2)], [1, 2]))
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_lanes_do_not_change_the_result(lanes, ddp_ranks):
+    def work(group):
+        ddp, _ = wrap(layers(6), group, codec=DynamiQ(), lanes=lanes, cap=0.003)
+        return [backward(ddp, group.rank() + 1) for _ in range(3)][-1]
+
+    found = ddp_ranks(2, work)[0]
+    assert_close(found, gradients_of([layers(6), layers(6)], [1, 2]), 0.1)
+    reference = test_lanes_do_not_change_the_result.__dict__.setdefault("found", found)
+    assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
+
+
+def test_the_hook_returns_while_other_ranks_are_late(ddp_ranks):
+    """Gradients of later layers are handed over before the other rank has begun: nothing waits but the end."""
+    late = threading.Event()
+
+    class Marking(nn.Module):
+        def __init__(self, inner, group):
+            super().__init__()
+            self.inner, self.group = inner, group
+
+        def forward(self, x):
+            out = self.inner(x)
+            if self.group.rank() == 0:
+                x.register_hook(lambda grad: late.set())  # the backward pass has come to its end
+            return out
+
+    def work(group):
+        ddp, _ = wrap(Marking(layers(), group), group, cap=0.003)
+        for step in range(2):
+            if group.rank() == 1 and step == 1:
+                assert late.wait(30)
+            late.clear() if group.rank() == 1 else None
+            ddp(torch.ones(2, 24, requires_grad=True)).sum().backward()
+        return True
+
+    assert ddp_ranks(2, work) == [True, True]
+
+
+def test_gradients_are_final_when_backward_returns(ddp_ranks):
+    class Slow(BF16):
+        def decompress(self, message, plan, *, chunk, slot, out):
+            time.sleep(0.02)
+            return super().decompress(message, plan, chunk=chunk, slot=slot, out=out)
+
+    def work(group):
+        ddp, _ = wrap(layers(), group, codec=Slow(), cap=0.003)
+        found = backward(ddp, group.rank() + 1)
+        return found, [p.grad for p in ddp.parameters()]
+
+    for early, later in ddp_ranks(2, work):
+        assert all(torch.equal(a, b) for a, b in zip(early, later, strict=True))
+        assert_close(early, gradients_of([layers(), layers()], [1, 2]))
+
+
+def test_composes_with_the_fp16_wrapper(ddp_ranks):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2))
+
+        def forward(self, x):
+            return (self.weight * x).sum()
+
+    def work(group):
+        ddp, _ = wrap(Two(), group, hook=fp16_compress_wrapper(dynamiq_hook))
+        ddp(torch.tensor([1.0 + group.rank(), 60000.0])).backward()
+        return ddp.module.weight.grad
+
+    for found in ddp_ranks(2, work):
+        assert found.dtype == torch.float32
+        assert found.tolist() == pytest.approx([1.5, 60000], rel=0.01)
+
+
+def test_other_arguments_are_refused_at_once():
+    state = DynamiQState()
+    with pytest.raises(InputError, match=r"cannot average a Tensor; allowed: a bucket of Distri.*FSDP"):
+        dynamiq_hook(state, torch.ones(3))
+    with pytest.raises(InputError, match="cannot be a NoneType; allowed: a DynamiQState"):
+        dynamiq_hook(None, torch.ones(3))
+
+
+def test_a_hook_belongs_to_one_model(ddp_ranks):
+    def work(group):
+        ddp, state = wrap(single(), group)
+        with pytest.raises(RuntimeError, match="register_comm_hook"):
+            ddp.register_comm_hook(state, dynamiq_hook)
+        return True
+
+    assert ddp_ranks(1, work) == [True]
+
+
+class Failing(BF16):
+    """Fails at one encoding on one rank."""
+
+    def __init__(self, rank, at):
+        self.rank, self.at, self.count = rank, at, 0
+
+    def decompress_accumulate_recompress(self, received, x, plan, *, chunk, slot, out=None):
+        self.count += slot == self.rank
+        if slot == self.rank and self.count == self.at:
+            raise InputError("the codec met something odd")
+        return super().decompress_accumulate_recompress(received, x, plan, chunk=chunk, slot=slot, out=out)
+
+
+@pytest.mark.parametrize("at", [1, 3, 8])
+def test_an_error_inside_surfaces_as_itself_on_the_rank_and_as_a_lost_peer_on_the_others(at, ddp_ranks):
+    def work(group):
+        ddp, _ = wrap(layers(), group, codec=Failing(1, at), cap=0.003, timeout=20)
+
+        def two_steps():
+            for _ in range(2):
+                backward(ddp, 1)
+
+        with pytest.raises(DynamiQError) as caught:
+            two_steps()
+        return caught.value
+
+    errors = ddp_ranks(3, work)
+    assert isinstance(errors[1], InputError)
+    assert "the codec met something odd" in str(errors[1])
+    for rank in (0, 2):
+        assert isinstance(errors[rank], CommunicationError)
+        assert f"step {errors[rank].step}, bucket {errors[rank].bucket}" in str(errors[rank])
+
+
+@pytest.mark.parametrize(
+    ("difference", "name"),
+    [
+        ({"codec": DynamiQ()}, "codec"),
+        ({"schedule": "butterfly"}, "schedule"),
+        ({"min_compress_numel": 10**6}, "codec"),
+        ({"lanes": 1}, "lanes"),
+        ({"warmup_steps": 1}, "codec"),
+    ],
+)
+def test_states_that_differ_are_named_on_every_rank(difference, name, ddp_ranks):
+    def work(group):
+        ddp, _ = wrap(layers(), group, **(difference if group.rank() == 2 else {}))
+        with pytest.raises(ConfigMismatchError) as caught:
+            backward(ddp, 1)
+        return caught.value
+
+    errors = ddp_ranks(3, work)
+    for error in errors:
+        assert name in error.differences
+        assert "on rank 2" in str(error)
+
+
+def test_a_rank_that_cannot_make_its_codec_tells_the_others(ddp_ranks):
+    def work(group):
+        settings = {"codec": None, "backend": "abacus"} if group.rank() == 0 else {}
+        ddp, _ = wrap(layers(), group, **settings)
+        with pytest.raises(ConfigMismatchError, match="abacus"):
+            backward(ddp, 1)
+        everywhere, _ = wrap(layers(), group, codec=None, backend="abacus")
+        with pytest.raises(BackendError, match="abacus"):
+            backward(everywhere, 1)
+        return True
+
+    assert ddp_ranks(2, work) == [True, True]
+
+
+def test_after_a_failure_every_step_fails_until_the_state_is_closed(ddp_ranks):
+    def work(group):
+        ddp, state = wrap(layers(), group, codec=Failing(0, 2), timeout=20)
+        with pytest.raises(DynamiQError):
+            backward(ddp, 1)
+        again, third = (DistributedDataParallel(layers(), process_group=group) for _ in range(2))
+        again.register_comm_hook(state, dynamiq_hook)
+        with pytest.raises(DynamiQError):
+            backward(again, 1)
+        state.close()
+        third.register_comm_hook(state, dynamiq_hook)
+        return backward(third, group.rank() + 1)
+
+    for found in ddp_ranks(2, work):
+        assert_close(found, gradients_of([layers(), layers()], [1, 2]))
+
+
+def test_no_thread_is_left_behind(ddp_ranks):
+    def names():
+        return [thread.name for thread in threading.enumerate() if thread.name == "dynamiq lane"]
+
+    gc.collect()  # of what earlier tests left to the collector
+    before = len(names())
+
+    def work(group):
+        ddp, state = wrap(layers(), group, cap=0.003)
+        backward(ddp, 1)
+        assert names()
+        state.close()
+        state.close()
+        other, _ = wrap(layers(), group)
+        backward(other, 1)
+        return True
+
+    ddp_ranks(2, work)
+    gc.collect()
+    assert len(names()) == before
+
+
+def test_copies_of_a_wrapped_model_lose_the_hook(ddp_ranks):
+    """That is DDP's own behaviour; the state itself can be copied and used again."""
+
+    def work(group):
+        ddp, state = wrap(single(), group)
+        backward(ddp, 1)
+        with pytest.warns(UserWarning, match="process_group is not kept"):
+            twin = copy.deepcopy(state)
+        assert twin.steps == state.steps == 1
+        return True
+
+    assert ddp_ranks(1, work) == [True]

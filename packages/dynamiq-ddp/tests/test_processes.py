@@ -1,0 +1,69 @@
+"""Three real processes, started once by torchrun: what needs torch's default process group."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "training.py"
+SIZE = 3
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={SIZE}"]
+    command = [*launcher, str(PROGRAM), str(tmp_path_factory.mktemp("store") / "second")]
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert run.returncode == 0, run.stderr[-6000:]
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == SIZE, run.stdout + run.stderr[-3000:]
+    return lines
+
+
+def test_used_before_there_is_a_process_group(found):
+    assert all("init_process_group" in rank["before"] for rank in found)
+
+
+def test_made_before_there_is_a_process_group(found):
+    assert [rank["made_early"] for rank in found] == [2.0] * SIZE
+
+
+def test_goes_on_with_the_next_default_group(found):
+    assert [rank["after_another_init"] for rank in found] == [3.0] * SIZE
+
+
+def test_no_group_means_the_default_group(found):
+    assert len({bits for rank in found for bits in rank["group_none_or_world"]}) == 1
+
+
+def test_a_subgroup_averages_over_its_members(found):
+    assert sorted(rank["subgroup"] for rank in found) == [0.0, 3.0, 3.0]
+
+
+def test_join_with_uneven_inputs(found):
+    assert sorted(rank["join"] for rank in found) == [[[3.0], 3], [[3.0, 2.0], 3], [[3.0, 2.0, 1.0], 3]]
+
+
+def test_a_compiled_model_calls_the_hook_once(found):
+    assert [rank["compiled"] for rank in found] == [[2.0, [0]]] * SIZE
+
+
+def test_a_resumed_run_continues_bit_for_bit(found):
+    whole = found[0]["resumed"][0]
+    assert [rank["resumed"] for rank in found] == [[whole, [0, whole], [3, whole]]] * SIZE
+
+
+def test_a_pickled_state_falls_back_to_the_default_group_with_a_warning(found):
+    for grad, messages in (rank["rebound"] for rank in found):
+        assert grad == 2.0
+        assert any("process_group is not kept" in message for message in messages)
+
+
+def test_first_traffic_of_a_group(found):
+    assert all(rank["first_traffic"] == found[0]["first_traffic"] for rank in found)
+    assert found[0]["first_traffic"] == pytest.approx([1.0] * 5, rel=0.2)
