@@ -5,7 +5,7 @@ Shapes: d coordinates, M rows of statistics with K values each, C chunks, n work
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ class Job(NamedTuple):
         step: training step; keys the random numbers together with ``bucket``.
         bucket: index within the step.
         meter: where costs are counted.
+        watch: is shown the plan and the result, [d].
     """
 
     transport: Transport
@@ -45,6 +46,7 @@ class Job(NamedTuple):
     step: int
     bucket: int
     meter: Meter
+    watch: Callable[[Plan, Tensor], None] | None = None
 
 
 def all_reduce(
@@ -159,6 +161,8 @@ def reduce_tensor(tensor: Tensor, job: Job) -> Tensor:
             x.masked_fill_(seal.wrong(), torch.nan)
         if x.data_ptr() != values.data_ptr():
             values.copy_(x.view_as(values))
+        if job.watch is not None:
+            job.watch(plan, x)
     job.meter.coordinates += job.route.moved * x.numel()
     job.meter.all_reduces += 1
     return tensor

@@ -17,6 +17,7 @@ from torch.futures import Future
 from dynamiq_transport import Transport
 
 from .meter import Meter
+from .quality import Quality
 
 Work = Callable[["Lane"], Tensor]
 """Does one all-reduce over the lane's transport, and returns the tensor."""
@@ -31,11 +32,13 @@ class Lane:
     Attributes:
         transport: used by this lane alone.
         meter: counts what the lane does.
+        quality: how exactly it does it.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.meter = Meter()
+        self.quality = Quality()
         self.stream: torch.cuda.Stream | None = None
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -9,14 +9,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch.profiler import record_function
 
 from dynamiq_transport import Handle, Message, Transport
 
-Phase = Literal["agreement", "statistics", "gradient"]
+Phase = Literal["agreement", "statistics", "gradient", "measurement"]
 Activity = Literal["agreement", "statistics", "codec", "network"]
 
 
@@ -30,10 +30,10 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self.bytes: dict[Phase, int] = {"agreement": 0, "statistics": 0, "gradient": 0}
+        self.bytes: dict[Phase, int] = dict.fromkeys(get_args(Phase), 0)
         self.coordinates = 0.0
         self.all_reduces = 0
-        self._seconds: dict[Activity, float] = {"agreement": 0.0, "statistics": 0.0, "codec": 0.0, "network": 0.0}
+        self._seconds: dict[Activity, float] = dict.fromkeys(get_args(Activity), 0.0)
         self._events: deque[tuple[Activity, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @property

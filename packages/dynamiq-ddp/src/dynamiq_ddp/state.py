@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 import warnings
@@ -18,22 +19,20 @@ from torch.futures import Future
 
 from dynamiq_core import Codec, CodecConfig, ConfigError, DynamiQ, DynamiQError
 from dynamiq_kernels import Backend
-from dynamiq_transport import DEFAULT_TIMEOUT, ScheduleFunction, TorchTransport, Transport, TransportError
+from dynamiq_transport import DEFAULT_TIMEOUT, ScheduleFunction, Transport
 
 from .backend import make_codec
-from .engine import DTYPES, Job, compare_ranks, describe, reduce_tensor
-from .errors import CommunicationError
+from .connect import connect, default_group
+from .engine import DTYPES, Job, compare_ranks, describe
 from .exact import Exact
 from .lanes import Lane, Lanes, Pending, Work
-from .meter import Meter
-from .route import Route, find_function, find_route, quick_route
+from .quality import reduce_and_measure, reduce_and_predict
+from .route import Route, find_route, quick_route
+from .settings import Settings
 from .stats import Stats, collect
 
 MIN_COMPRESS_NUMEL = 4096
 """Below this many coordinates, headers and padding take up what compression saves."""
-
-LANES = {"cpu": 2, "cuda": 1}
-"""One lane computes while another waits for the network; on CUDA streams see to that."""
 
 _LOGGER = logging.getLogger("dynamiq_ddp")
 _VERSION = 1
@@ -55,7 +54,9 @@ class DynamiQState:
         min_compress_numel: smaller buckets are averaged without compression, as are those of float64 and complex
             numbers.
         warmup_steps: this many steps at the beginning are averaged without compression.
-        lanes: buckets that may be in flight at the same time; when None, see `LANES`.
+        measure_every: in every so many steps the exact mean is computed as well, and `stats` tells how far the
+            compressed one was from it; never when 0. A measured step sends everything a second time, uncompressed.
+        lanes: buckets that may be in flight at the same time; 2 on CPU and 1 on CUDA when None.
         timeout: seconds to wait for another rank.
         seed: of the random numbers, shared by all ranks.
         transport: instead of ``process_group``: called at first use, once for each lane, to make the lane's transport.
@@ -74,6 +75,7 @@ class DynamiQState:
         process_group: dist.ProcessGroup | None = None,
         min_compress_numel: int = MIN_COMPRESS_NUMEL,
         warmup_steps: int = 0,
+        measure_every: int = 0,
         lanes: int | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         seed: int = 0,
@@ -81,29 +83,29 @@ class DynamiQState:
     ) -> None:
         if codec is not None and (bits, backend, seed) != (5.0, "auto", 0):
             raise ConfigError("codec cannot be given together with bits, backend or seed, which describe another one")
-        if codec is not None and not isinstance(codec, Codec):
-            raise ConfigError(f"codec cannot be {codec!r}; allowed: a dynamiq_core.Codec")
         if transport is not None and process_group is not None:
             raise ConfigError("transport cannot be given together with process_group")
-        if not timeout > 0:
-            raise ConfigError(f"timeout cannot be {timeout!r}; allowed: seconds above 0")
-        _check_count("min_compress_numel", min_compress_numel, 0)
-        _check_count("warmup_steps", warmup_steps, 0)
-        _check_count("lanes", 1 if lanes is None else lanes, 1)
-        find_function(schedule)
-        self._schedule = schedule
-        self._min_compress_numel = min_compress_numel
-        self._warmup_steps = warmup_steps
-        self._number_of_lanes = lanes
-        self._timeout = timeout
-        self._config = CodecConfig(bits=bits, seed=seed)
-        self._backend = backend
-        self._given_codec = codec
+        self._settings = Settings(
+            config=CodecConfig(bits=bits, seed=seed),
+            backend=backend,
+            codec=codec,
+            schedule=schedule,
+            min_compress_numel=min_compress_numel,
+            warmup_steps=warmup_steps,
+            measure_every=measure_every,
+            lanes=lanes,
+            timeout=timeout,
+        )
+        self._start(process_group, transport, steps=0)
+
+    def _start(
+        self, process_group: dist.ProcessGroup | None, transport: Callable[[], Transport] | None, *, steps: int
+    ) -> None:
         self._process_group = process_group
         self._transport = transport
-        self._steps = 0
+        self._steps = steps
         self._exposed = 0.0
-        self._past: list[Meter] = []  # of lanes that are closed
+        self._past: list[Lane] = []  # closed, but they count
         self._forget()
 
     def _forget(self) -> None:
@@ -111,7 +113,7 @@ class DynamiQState:
         self._lanes: Lanes | None = None
         self._bound_to: object = None
         self._closer: Callable[[], object] = _nothing
-        self._codec: Codec[Any] | None = self._given_codec
+        self._codec: Codec[Any] | None = None
         self._compared: dict[int, Mapping[str, object]] = {}  # what all ranks have agreed on, by bucket
         self._pending: list[Pending] = []
 
@@ -142,7 +144,9 @@ class DynamiQState:
             codec, route = self._choose(tensor, lanes, step)
         except DynamiQError as error:
             return _report(error, tensor.device, step=step, bucket=bucket)
-        facts = describe(tensor, codec, route, step=step, bucket=bucket)
+        every = self._settings.measure_every
+        measured = every > 0 and step % every == 0 and not isinstance(codec, Exact)
+        facts = describe(tensor, codec, route, step=step, bucket=bucket) | {"measured": measured}
         layout = {name: fact for name, fact in facts.items() if name != "step"}
         compared = self._compared.get(bucket) == layout
         self._compared[bucket] = layout
@@ -150,23 +154,24 @@ class DynamiQState:
         def work(lane: Lane) -> Tensor:
             if not compared:
                 compare_ranks(facts, lane.transport, tensor.device, lane.meter, step=step, bucket=bucket)
-            job = Job(lane.transport, codec, route, step, bucket, lane.meter)
-            if tensor.layout == torch.strided:
-                return reduce_tensor(tensor, job)
             # A sparse gradient has other rows on every rank; the messages hold all of them.
-            return reduce_tensor(tensor.to_dense(), job).to_sparse(tensor.sparse_dim())
+            dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+            job = Job(lane.transport, codec, route, step, bucket, lane.meter)
+            (reduce_and_measure if measured else reduce_and_predict)(dense, job, lane.quality)
+            return dense if dense is tensor else dense.to_sparse(tensor.sparse_dim())
 
         return work
 
     def _choose(self, tensor: Tensor, lanes: Lanes, step: int) -> tuple[Codec[Any], Route]:
         """How a bucket is averaged: a function of what is the same on all ranks."""
-        large = tensor.numel() >= self._min_compress_numel
-        compress = large and tensor.dtype in DTYPES and step >= self._warmup_steps
-        route = find_route(self._schedule, lanes.rank, lanes.size) if large else quick_route(lanes.rank, lanes.size)
-        if not compress:
+        settings = self._settings
+        if tensor.numel() < settings.min_compress_numel:
+            return Exact(tensor.dtype), quick_route(lanes.rank, lanes.size)
+        route = find_route(settings.schedule, lanes.rank, lanes.size)
+        if tensor.dtype not in DTYPES or step < settings.warmup_steps:
             return Exact(tensor.dtype), route
         if self._codec is None:
-            self._codec = make_codec(self._config, self._backend, tensor.device)
+            self._codec = settings.codec or make_codec(settings.config, settings.backend, tensor.device)
         return self._codec, route
 
     def _watch(self) -> None:
@@ -191,74 +196,76 @@ class DynamiQState:
 
     def _connect(self, device: torch.device) -> Lanes | None:
         """The lanes over the ranks of the current process group; None when there is only one rank."""
-        group = self._transport or self._process_group or _default_group()
-        if self._lanes is not None and self._bound_to is group:
+        ranks = self._transport or self._process_group or default_group()
+        if self._lanes is not None and self._bound_to is ranks:
             return self._lanes
-        if isinstance(group, dist.ProcessGroup) and group.size() == 1:
+        if isinstance(ranks, dist.ProcessGroup) and ranks.size() == 1:
             return None
         self.close()  # a process group that is gone took its ranks along
-        lanes = self._make_lanes(device)
-        self._lanes, self._bound_to = lanes, group
+        settings = self._settings
+        lanes = connect(ranks, number=settings.lanes, timeout=settings.timeout, device=device, step=self._steps)
+        self._lanes, self._bound_to = lanes, ranks
         self._closer = weakref.finalize(self, lanes.close)
-        _LOGGER.info("%s: rank %d of %d, %d lanes on %s", self, lanes.rank, lanes.size, len(lanes.lanes), device)
+        _LOGGER.info("%r: rank %d of %d, %d lanes on %s", self, lanes.rank, lanes.size, len(lanes.lanes), device)
         return lanes
-
-    def _make_lanes(self, device: torch.device) -> Lanes:
-        number = self._number_of_lanes or LANES[device.type]
-        transports: list[Transport] = []
-        try:
-            for _ in range(number):
-                transports.append(self._make_transport())
-                if len(transports) == 1:  # the others are made by all ranks or by none
-                    facts = {"lanes": number, "timeout": self._timeout}
-                    compare_ranks(facts, transports[0], device, Meter(), step=self._steps, bucket=0)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"no transport can be made: {error}") from error
-        except TransportError as error:
-            raise CommunicationError(str(error), error.peers, step=self._steps, bucket=0) from error
-        return Lanes(transports)
-
-    def _make_transport(self) -> Transport:
-        if self._transport is not None:
-            return self._transport()
-        return TorchTransport.dedicated(self._process_group, timeout=self._timeout)
 
     def close(self) -> None:
         """Finish what was begun and leave the groups; the next use makes new ones. May be repeated."""
-        if self._lanes is not None:
-            self._past += (lane.meter for lane in self._lanes.lanes)
-        self._closer()
+        closer, lanes = self._closer, self._lanes
         self._forget()
+        if lanes is not None:
+            self._past += lanes.lanes
+        closer()
 
-    # ------------------------------------------------------------ what it shows
+    # ---------------------------------------------------------- for the user
 
     @property
     def steps(self) -> int:
         """Backward passes with communication so far."""
         return self._steps
 
+    @property
+    def bits(self) -> float | None:
+        """Budget per coordinate; None for a codec of another kind.
+
+        A new one holds from the next step on. Set it on all ranks between the same two steps: they compare it then, and
+        if a rank goes on with the old one, all of them raise, at the latest after the timeout.
+        """
+        return self._settings.bits
+
+    @bits.setter
+    def bits(self, bits: float) -> None:
+        self._settings = self._settings.with_bits(bits)
+        self._codec = None
+
     def stats(self) -> Stats:
         """Totals of this rank since the state was made."""
-        current = [] if self._lanes is None else [lane.meter for lane in self._lanes.lanes]
-        return collect(
-            [*self._past, *current], steps=self._steps, seconds_exposed=self._exposed, backend=self._backend_name()
-        )
+        lanes = [*self._past, *([] if self._lanes is None else self._lanes.lanes)]
+        return collect(lanes, steps=self._steps, seconds_exposed=self._exposed, backend=self._backend_name())
+
+    def log_to(self, writer: Any, step: int) -> None:
+        """Write the numbers of `stats` to TensorBoard, or to whatever has ``add_scalar(tag, value, step)``."""
+        for name, value in dataclasses.asdict(self.stats()).items():
+            parts = value.items() if isinstance(value, dict) else [("", value)]
+            for part, number in parts:
+                if isinstance(number, (int, float)):
+                    writer.add_scalar(f"dynamiq/{name}/{part}".rstrip("/"), number, step)
 
     def _backend_name(self) -> str:
-        if isinstance(self._codec, DynamiQ):
-            return self._codec.operations.name
-        return self._backend if self._codec is None else repr(self._codec)
+        codec = self._codec or self._settings.codec
+        if isinstance(codec, DynamiQ):
+            return codec.operations.name
+        return self._settings.backend if codec is None else repr(codec)
 
     def __repr__(self) -> str:
-        codec = self._codec if self._codec is not None else self._config
-        return f"DynamiQState({codec}, schedule={self._schedule!r}, backend={self._backend_name()!r})"
+        codec = self._settings.codec or self._settings.config
+        return f"DynamiQState({codec!r}, schedule={self._settings.schedule!r}, backend={self._backend_name()!r})"
 
     # --------------------------------------------------------------- checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """What a run needs to continue with the same random numbers: plain numbers and text."""
-        codec = self._given_codec or DynamiQ(self._config)
-        return {"version": _VERSION, "steps": self._steps, "codec": codec.fingerprint()}
+        return {"version": _VERSION, "steps": self._steps, "codec": self._settings.fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another state stopped; on every rank.
@@ -272,32 +279,20 @@ class DynamiQState:
         """
         if state.get("version") != _VERSION or not isinstance(state.get("steps"), int):
             raise ConfigError(f"state cannot be {dict(state)!r}; allowed: what state_dict of version {_VERSION} gave")
-        mine = self.state_dict()["codec"]
+        mine = self._settings.fingerprint()
         if state.get("codec") != mine:
             warnings.warn(f"the state was saved with codec {state.get('codec')}, and goes on with {mine}", stacklevel=2)
         self._steps = state["steps"]
+        self._compared.clear()  # the ranks compare their steps, too
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings and steps. Process groups and transports belong to the process, and kernels to the machine."""
-        codec = self._given_codec
-        dynamiq = codec if isinstance(codec, DynamiQ) else None
-        return {
-            "config": self._config if dynamiq is None else dynamiq.config,
-            "backend": self._backend if dynamiq is None else dynamiq.operations.name,
-            "codec": codec if dynamiq is None else None,
-            "schedule": self._schedule,
-            "min_compress_numel": self._min_compress_numel,
-            "warmup_steps": self._warmup_steps,
-            "lanes": self._number_of_lanes,
-            "timeout": self._timeout,
-            "steps": self._steps,
-            "dropped": [name for name in ("process_group", "transport") if getattr(self, f"_{name}") is not None],
-        }
+        """Settings and steps. Process groups and transports belong to the process."""
+        dropped = [name for name in ("process_group", "transport") if getattr(self, f"_{name}") is not None]
+        return {"settings": self._settings.portable(), "steps": self._steps, "dropped": dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        names = ("codec", "schedule", "min_compress_numel", "warmup_steps", "lanes", "timeout")
-        DynamiQState.__init__(self, **{name: state[name] for name in names})
-        self._config, self._backend, self._steps = state["config"], state["backend"], state["steps"]
+        self._settings = state["settings"]
+        self._start(None, None, steps=state["steps"])
         for name in state["dropped"]:
             warnings.warn(
                 f"{name} is not kept with a DynamiQState; it uses the default group from now on", stacklevel=2
@@ -318,17 +313,6 @@ def _completed(tensor: Tensor) -> Future[Tensor]:
     future: Future[Tensor] = Future(devices=[tensor.device] if tensor.is_cuda else [])
     future.set_result(tensor)
     return future
-
-
-def _default_group() -> dist.ProcessGroup:
-    if not dist.is_initialized() or dist.group.WORLD is None:
-        raise ConfigError("there is no default process group; call torch.distributed.init_process_group first")
-    return dist.group.WORLD
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} cannot be {value!r}; allowed: an integer of at least {least}")
 
 
 def _nothing() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .meter import Meter
+from .lanes import Lane
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class Stats:
         bytes_agreement: thereof to compare what the ranks are about to do.
         bytes_statistics: thereof in phase 1.
         bytes_gradient: thereof in phase 2.
+        bytes_measurement: thereof to know the exact mean in steps that are measured.
         coordinates: coordinates that this rank had to move, however many bits each: 2 (n - 1) / n times those of the
             gradient for a ring.
         bits_per_coordinate: 8 ``bytes_sent`` / ``coordinates``; 0 when nothing was sent.
@@ -27,6 +29,11 @@ class Stats:
         seconds_codec: spent encoding and decoding.
         seconds_network: spent exchanging messages of phase 2.
         seconds_exposed: for which the end of the backward pass had to wait.
+        predicted_vnmse: squared error of all means so far, as the codec expects it, relative to their squared norm;
+            None where it says nothing. It takes the ranks' gradients as uncorrelated; where they have much in common,
+            partial sums and errors are larger.
+        measured_vnmse: the same in the last step that was measured, against the exact mean; None before that.
+        widths: share of the super-groups that had each bit width in that step; empty for other codecs.
         backend: what carries out the codec's operations.
     """
 
@@ -36,6 +43,7 @@ class Stats:
     bytes_agreement: int
     bytes_statistics: int
     bytes_gradient: int
+    bytes_measurement: int
     coordinates: float
     bits_per_coordinate: float
     seconds_agreement: float
@@ -43,13 +51,21 @@ class Stats:
     seconds_codec: float
     seconds_network: float
     seconds_exposed: float
+    predicted_vnmse: float | None
+    measured_vnmse: float | None
+    widths: dict[int, float]
     backend: str
 
 
-def collect(meters: Sequence[Meter], *, steps: int, seconds_exposed: float, backend: str) -> Stats:
-    """Add up the meters of all lanes."""
+def collect(lanes: Sequence[Lane], *, steps: int, seconds_exposed: float, backend: str) -> Stats:
+    """Add up what all lanes have done. Waits for the device, on CUDA."""
+    meters = [lane.meter for lane in lanes]
     sent = sum(meter.bytes_sent for meter in meters)
     coordinates = sum(meter.coordinates for meter in meters)
+    expected = [lane.quality.expected() for lane in lanes]
+    last = max((lane.quality.step for lane in lanes if lane.quality.step is not None), default=None)
+    measured = [lane.quality for lane in lanes if last is not None and lane.quality.step == last]
+    widths = sum((Counter(quality.widths) for quality in measured), Counter[int]())
     return Stats(
         steps=steps,
         all_reduces=sum(meter.all_reduces for meter in meters),
@@ -57,6 +73,7 @@ def collect(meters: Sequence[Meter], *, steps: int, seconds_exposed: float, back
         bytes_agreement=sum(meter.bytes["agreement"] for meter in meters),
         bytes_statistics=sum(meter.bytes["statistics"] for meter in meters),
         bytes_gradient=sum(meter.bytes["gradient"] for meter in meters),
+        bytes_measurement=sum(meter.bytes["measurement"] for meter in meters),
         coordinates=coordinates,
         bits_per_coordinate=8 * sent / coordinates if coordinates else 0.0,
         seconds_agreement=sum(meter.seconds("agreement") for meter in meters),
@@ -64,5 +81,12 @@ def collect(meters: Sequence[Meter], *, steps: int, seconds_exposed: float, back
         seconds_codec=sum(meter.seconds("codec") for meter in meters),
         seconds_network=sum(meter.seconds("network") for meter in meters),
         seconds_exposed=seconds_exposed,
+        predicted_vnmse=_ratio(sum(error for error, _ in expected), sum(energy for _, energy in expected)),
+        measured_vnmse=_ratio(sum(q.error for q in measured), sum(q.energy for q in measured)),
+        widths={width: count / widths.total() for width, count in sorted(widths.items())},
         backend=backend,
     )
+
+
+def _ratio(error: float, energy: float) -> float | None:
+    return error / energy if energy else None

@@ -1,0 +1,71 @@
+"""Makes the lanes of a state: process groups of its own, so that its messages never mix with the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from dynamiq_core import ConfigError
+from dynamiq_transport import TorchTransport, Transport, TransportError
+
+from .engine import compare_ranks
+from .errors import CommunicationError
+from .lanes import Lanes
+from .meter import Meter
+
+LANES = {"cpu": 2, "cuda": 1}
+"""How many, if nothing else is said. On CPU one computes while another waits for the network; on CUDA one does both."""
+
+Ranks = dist.ProcessGroup | Callable[[], Transport]
+"""Over whom to average: a group beside which new ones are made, or a function that makes a transport."""
+
+
+def default_group() -> dist.ProcessGroup:
+    """The default process group.
+
+    Raises:
+        ConfigError: there is none yet.
+    """
+    if not dist.is_initialized() or dist.group.WORLD is None:
+        raise ConfigError("there is no default process group; call torch.distributed.init_process_group first")
+    return dist.group.WORLD
+
+
+def connect(ranks: Ranks, *, number: int | None, timeout: float, device: torch.device, step: int) -> Lanes:
+    """Make lanes with a transport each; all ranks do so at the same time, in the same order.
+
+    Args:
+        ranks: over whom.
+        number: of lanes; when None, see `LANES`.
+        timeout: seconds to wait for another rank.
+        device: where gradients live.
+        step: for errors.
+
+    Raises:
+        ConfigError: no transport can be made of what was given.
+        ConfigMismatchError: the ranks want different numbers of lanes, or different timeouts.
+        CommunicationError: a rank did not come.
+    """
+    number = number or LANES[device.type]
+    transports: list[Transport] = []
+    try:
+        for _ in range(number):
+            transports.append(_transport(ranks, timeout))
+            if len(transports) == 1:  # all ranks make the next ones, or none does
+                facts = {"lanes": number, "timeout": timeout}
+                compare_ranks(facts, transports[0], device, Meter(), step=step, bucket=0)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"no transport can be made: {error}") from error
+    except TransportError as error:
+        if isinstance(error, CommunicationError):
+            raise
+        raise CommunicationError(str(error), error.peers, step=step, bucket=0) from error
+    return Lanes(transports)
+
+
+def _transport(ranks: Ranks, timeout: float) -> Transport:
+    if isinstance(ranks, dist.ProcessGroup):
+        return TorchTransport.dedicated(ranks, timeout=timeout)
+    return ranks()

@@ -1,0 +1,87 @@
+"""How far compressed gradients are from the exact ones: what the codec expects at every step, and what is measured."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dynamiq_core import DynamiQPlan, Plan, vnmse
+
+from .engine import Job, reduce_tensor
+from .exact import Exact
+from .meter import Meter
+
+
+class Quality:
+    """Errors of the all-reduces of one lane.
+
+    Attributes:
+        step: the last one of which anything was measured, or None.
+        error: squared error of the mean, measured in that step, over all its buckets.
+        energy: squared norm of the exact mean, likewise.
+        widths: in that step, how many super-groups had which bit width.
+    """
+
+    def __init__(self) -> None:
+        self._expected: Tensor | None = None  # float64 [2] on the gradients' device: squared error, squared norm
+        self._forget(None)
+
+    def _forget(self, step: int | None) -> None:
+        self.step = step
+        self.error = self.energy = 0.0
+        self.widths: dict[int, int] = {}
+
+    def expect(self, plan: Plan, mean: Tensor, workers: int) -> None:
+        """Add what a plan expects, if it says so; nothing is read on the host.
+
+        Args:
+            plan: of an all-reduce that has been done.
+            mean: its result.
+            workers: n.
+        """
+        if isinstance(plan, DynamiQPlan):
+            norm = torch.linalg.vector_norm(mean, dtype=torch.float32).to(torch.float64)
+            both = torch.stack((plan.expected_error / workers**2, norm.square()))
+            both = torch.where(both.isfinite().all(), both, 0.0)  # a step with an overflow says nothing
+            self._expected = both if self._expected is None else self._expected + both
+
+    def expected(self) -> tuple[float, float]:
+        """Squared error and squared norm of all means so far, as expected; waits for the device."""
+        error, energy = (0.0, 0.0) if self._expected is None else self._expected.tolist()
+        return error, energy
+
+    def measure(self, step: int, plan: Plan, mean: Tensor, exact: Tensor) -> None:
+        """Compare a bucket with its exact mean; waits for the device.
+
+        Args:
+            step: to which the bucket belongs; a new one starts the sums anew.
+            plan: of the compressed all-reduce.
+            mean: its result.
+            exact: what it should be.
+        """
+        if self.step != step:
+            self._forget(step)
+        energy = float(exact.to(torch.float64).square().sum())
+        self.error += vnmse(mean, exact) * energy if energy else float(mean.to(torch.float64).square().sum())
+        self.energy += energy
+        if isinstance(plan, DynamiQPlan):
+            for width, count in enumerate(torch.bincount(plan.width[plan.index >= 0]).tolist()):
+                self.widths[width] = self.widths.get(width, 0) + count
+
+
+def reduce_and_predict(tensor: Tensor, job: Job, quality: Quality) -> None:
+    """Average a tensor and note what error its codec expects."""
+    workers = job.transport.size
+    reduce_tensor(tensor, job._replace(watch=lambda plan, mean: quality.expect(plan, mean, workers)))
+
+
+def reduce_and_measure(tensor: Tensor, job: Job, quality: Quality) -> None:
+    """Average a tensor, and a copy of it without compression, and note how far apart the results are."""
+    exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+    aside = Meter()  # a measurement is no part of what an all-reduce costs, but its bytes are bytes
+    plans: list[Plan] = []
+    reduce_tensor(tensor, job._replace(watch=lambda plan, mean: plans.append(plan)))
+    reduce_tensor(exact, job._replace(codec=Exact(exact.dtype), meter=aside))
+    job.meter.bytes["measurement"] += aside.bytes_sent
+    quality.expect(plans[0], tensor.view(-1), job.transport.size)
+    quality.measure(job.step, plans[0], tensor.view(-1), exact.view(-1))
