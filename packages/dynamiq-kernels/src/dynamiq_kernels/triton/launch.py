@@ -51,15 +51,18 @@ def options_of(config: CodecConfig) -> dict[str, Any]:
     )._asdict()
 
 
-def width_table(bend: float) -> Tensor:
+def width_table(bend: float, *, dithered: bool) -> Tensor:
     """Constants of every width as kernels use them: float32 [9, 12] on the CPU, three loads of 16 bytes.
 
     half, inner, outer, shift     to encode: centre - 1/2, then as in `level_table`
     start, low, high, dither      to decode: distance + dither / 2 = code * bend + clamp(start - code * (bend - 1)),
-                                  from which draw * dither is subtracted, draws being 2**16 times a threshold
+                                  from which draw * dither is subtracted, draws being 2**16 times a threshold;
+                                  the dither is 0 unless decoders subtract it
     gap                           as in `level_table`
     """
     row = dict(zip(COLUMNS, level_table(bend).to(torch.float64).unbind(1), strict=True))
+    if not dithered:
+        row["dither"] = torch.zeros_like(row["dither"])
     middle = row["dither"] / 2 - row["centre"] * row["bend"]
     start = row["dither"] / 2 - row["centre"]
     nothing = torch.zeros(MAX_WIDTH + 1, dtype=torch.float64)
@@ -70,16 +73,16 @@ def width_table(bend: float) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def tables(bend: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def tables(bend: float, dithered: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """`width_table` and the ratios of group scales, on a device."""
     ratios = torch.tensor((*RATIOS, 0.0), dtype=torch.float32)
-    return width_table(bend).to(device), ratios.to(device)
+    return width_table(bend, dithered=dithered).to(device), ratios.to(device)
 
 
 def chunk_of(plan: DynamiQPlan, chunk: int) -> dict[str, Any]:
     """Arguments that describe a chunk and the random numbers of its all-reduce."""
     config, key = plan.config, plan.key
-    table, ratios = tables(config.bend, plan.mean.device)
+    table, ratios = tables(config.bend, config.rounding == "dithered", plan.mean.device)
     bend = float(level_table(config.bend)[1, COLUMNS.index("bend")])
     return {
         "index": plan.index[chunk],
