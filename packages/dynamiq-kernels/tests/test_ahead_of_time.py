@@ -46,11 +46,11 @@ def compiled(kernel: str, dtype: str, target: str, **options: Any) -> dict[str, 
     types = {
         **dict.fromkeys(("mean", "table", "ratios", "total"), "*fp32"),
         **dict.fromkeys(("index", "width", "offset", "scales_at", "nonzero"), "*i32"),
-        **dict.fromkeys(("bend", "less_one", "workers"), "fp32"),
+        **dict.fromkeys(("bend", "less_one"), "fp32"),
+        "workers": "fp32" if kernel == "finish" else "i32",
         **dict.fromkeys(("numel", "size"), "i64"),
         **{"x": vector, "out": {"hop": "*u8", "statistics": "*i32"}.get(kernel, vector), "message": "*u8"},
-        **{"messages": ("*u8",) * messages, "slots": ("i32",) * messages, "keys": ("i32",) * 20},
-        "stratum": ("i32",) * 3,
+        **{"messages": ("*u8",) * messages, "slots": ("i32",) * messages},
     }
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
     aligned = {"x", "mean", "table", "ratios", "total"} | ({"out"} - {"out" if kernel == "hop" else ""})

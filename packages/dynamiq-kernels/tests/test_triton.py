@@ -20,7 +20,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 philox = pytest.importorskip("dynamiq_kernels.triton.philox")
-draws, round_keys, signed = philox.draws, philox.round_keys, philox.signed
+draws, signed = philox.draws, philox.signed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -135,11 +135,11 @@ def test_chunks_slots_and_bends(workers: int) -> None:
 
 
 @triton.jit
-def draws_kernel(index, out, slot, bucket, seed_high, keys):
+def draws_kernel(index, out, slot, seed_low, seed_high, step, bucket):
     lane = tl.arange(0, 32)[None, :]
     row = tl.arange(0, 4)[:, None]
     counter = (tl.load(index + row) * 32 + lane).to(tl.uint32, bitcast=True)
-    draw = draws(counter, slot, (keys, bucket, seed_high), 0)
+    draw = draws(counter, slot, (seed_low, seed_high, step, bucket), 0)
     at = row * 256 + lane * 8
     tl.store(out + at[None] + tl.arange(0, 8)[:, None, None], draw.to(tl.int32))
 
@@ -152,8 +152,8 @@ def test_philox_words_are_the_references() -> None:
     expected = reference_draws(key, super_groups, slot=5)
     out = torch.full((4, 256), -1, dtype=torch.int32, device=DEVICE)
     index = super_groups.to(torch.int32).to(DEVICE)
-    keys = round_keys(key.seed, key.step)
-    draws_kernel[(1,)](index, out, 5, signed(key.bucket), signed(key.seed >> 32), keys, num_warps=4)
+    words = (signed(word) for word in (key.seed, key.seed >> 32, key.step, key.bucket))
+    draws_kernel[(1,)](index, out, 5, *words, num_warps=4)
     assert torch.equal(out.cpu().to(torch.int64), expected)
 
 

@@ -20,7 +20,7 @@ from dynamiq_core.rounding import RESOLUTION, stratum
 from dynamiq_core.scales import RATIOS
 from torch import Tensor
 
-from dynamiq_kernels.triton.philox import round_keys, signed
+from dynamiq_kernels.triton.philox import signed
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on the CPU: decided by TRITON_INTERPRET when Triton is imported."""
@@ -95,17 +95,17 @@ def chunk_of(plan: DynamiQPlan, chunk: int) -> dict[str, Any]:
         "ratios": ratios,
         "bend": bend,
         "less_one": bend - 1.0,
-        "keys": round_keys(key.seed, key.step),
-        "bucket": signed(key.bucket),
+        "seed_low": signed(key.seed),
         "seed_high": signed(key.seed >> 32),
+        "step": signed(key.step),
+        "bucket": signed(key.bucket),
     }
 
 
-def stratum_of(plan: DynamiQPlan, slot: int) -> tuple[int, int, int]:
+def stratum_of(plan: DynamiQPlan, slot: int) -> dict[str, int]:
     """Start and width of a slot's stratum and the number of workers, for correlated rounding."""
-    if plan.config.rounding != "correlated":
-        return 0, 0, plan.workers
-    return (*stratum(slot, plan.workers), plan.workers)
+    start, part = stratum(slot, plan.workers) if plan.config.rounding == "correlated" else (0, 0)
+    return {"start": start, "part": part, "workers": plan.workers}
 
 
 def check(tensors: Iterable[Tensor], messages: Iterable[Tensor] = ()) -> None:
