@@ -17,21 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--numel", type=int, default=2**28, help="coordinates (2**28)")
-parser.add_argument("--interpret", action="store_true", help="a small size through Triton's interpreter, on the CPU")
-parser.add_argument("--json", action="store_true", help="end with one JSON object of all figures")
-
-if __name__ == "__main__":
-    arguments = parser.parse_args()
-    if arguments.interpret:
-        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-
 import torch
-from dynamiq_core import CodecConfig, DynamiQ, DynamiQPlan, Received
 from torch import Tensor
+
+from dynamiq_core import CodecConfig, DynamiQ, DynamiQPlan, Received
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = (2.0, 4.0, 5.0, 8.0)
@@ -124,15 +116,15 @@ def check_graph(operations: Any, setting: Setting) -> None:
     rows = codec.merge_statistics([codec.statistics(x) for x in xs])
     plan = codec.plan(rows, 10**6, device=setting.device, workers=3, chunks=1)
     received = [Received(codec.compress(xs[0], plan, chunk=0, slot=0), 0)]
-    x, place = xs[1].clone(), {"chunk": 0, "slot": 1}
-    out = codec.decompress_accumulate_recompress(received, x, plan, **place)
+    x, hop = xs[1].clone(), partial(codec.decompress_accumulate_recompress, chunk=0, slot=1)
+    out = hop(received, x, plan)
     setting.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        codec.decompress_accumulate_recompress(received, x, plan, out=out, **place)
+        hop(received, x, plan, out=out)
     x.copy_(xs[2])
     graph.replay()
-    expected = codec.decompress_accumulate_recompress(received, xs[2], plan, **place)
+    expected = hop(received, xs[2], plan)
     if not torch.equal(out, expected):
         sys.exit("NOT EQUAL: the hop replayed from a CUDA graph")
     print("CUDA graph: the captured hop gives the same bytes")
@@ -142,10 +134,10 @@ def seconds(call: Callable[[], object], setting: Setting) -> float:
     """Median time of a call."""
     call()
     setting.synchronize()
-    times = []
+    times: list[float] = []
     for _ in range(setting.repetitions):
         if setting.device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
             start.record()
             call()
             end.record()
@@ -158,52 +150,69 @@ def seconds(call: Callable[[], object], setting: Setting) -> float:
     return statistics.median(times)
 
 
+def copy_time(setting: Setting) -> float:
+    """Median time of copying float32 coordinates."""
+    source = torch.empty(setting.numel, device=setting.device)
+    target = torch.empty_like(source)
+    return seconds(lambda: target.copy_(source), setting)
+
+
+def calls(codec: DynamiQ, x: Tensor, total: Tensor) -> dict[str, tuple[Callable[[], object], int]]:
+    """The operations of one configuration, each with the bytes that it has to move."""
+    plan = codec.plan(codec.statistics(x), x.numel(), device=x.device, workers=2, chunks=1)
+    first = codec.compress(x, plan, chunk=0, slot=0)
+    out, mean = torch.empty_like(first), torch.empty_like(x)
+    own, size, sums = x.numel() * x.element_size(), first.numel(), 8 * x.numel()
+    table = 16 * plan.index.numel()  # index, width, offset and mean of every super-group
+    received = [Received(first, 0)]
+
+    def hop() -> object:
+        return codec.decompress_accumulate_recompress(received, x, plan, chunk=0, slot=1, out=out)
+
+    def compress() -> object:
+        return codec.compress(x, plan, chunk=0, slot=1, out=out)
+
+    def accumulate() -> object:
+        return codec.decompress_accumulate(first, total, plan, chunk=0, slot=0)
+
+    def finish() -> object:
+        return codec.decompress(first, plan, chunk=0, slot=0, out=mean)
+
+    return {
+        "hop": (hop, own + 2 * size + table),
+        "compress": (compress, own + size + table),
+        "accumulate": (accumulate, sums + size + table),
+        "finish": (finish, own + size + table),
+    }
+
+
 def measurements(operations: Any, setting: Setting) -> Iterator[dict[str, Any]]:
     """Seconds and bytes of every operation for every dtype and budget, the copy first."""
     numel, device = setting.numel, setting.device
-    source = torch.empty(numel, device=device)
-    target = torch.empty_like(source)
-    yield {"operation": "copy", "seconds": seconds(lambda: target.copy_(source), setting), "bytes": 8 * numel}
-    del source, target
-    rows = -(-numel // 256)
-    table = 16 * rows  # index, width, offset and mean of every super-group
+    yield {"operation": "copy", "seconds": copy_time(setting), "bytes": 8 * numel}
+    total = torch.zeros(numel, device=device)
     for dtype in DTYPES:
         x = gradient(numel, 0, dtype, device)
-        own = x.numel() * x.element_size()
-        total = torch.zeros(numel, device=device)
-        codec = DynamiQ(operations=operations)
         row: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
-        yield row | {
-            "operation": "statistics", "seconds": seconds(lambda: codec.statistics(x), setting), "bytes": own + 4 * rows,
-        }  # fmt: skip
+        time_taken = seconds(partial(operations.statistics, x), setting)
+        moved = x.numel() * x.element_size() + 4 * -(-numel // 256)
+        yield row | {"operation": "statistics", "seconds": time_taken, "bytes": moved}
         for bits in BITS:
-            config = CodecConfig(bits=bits)
-            codec = DynamiQ(config, operations=operations)
-            statistics_rows = codec.statistics(x)
-            plan = codec.plan(statistics_rows, numel, device=device, workers=2, chunks=1)
-            first = codec.compress(x, plan, chunk=0, slot=0)
-            out, mean = torch.empty_like(first), torch.empty_like(x)
-            size, received, place = first.numel(), [Received(first, 0)], {"chunk": 0, "slot": 1}
-            calls: dict[str, tuple[Callable[[], object], int]] = {
-                "hop": (
-                    lambda: codec.decompress_accumulate_recompress(received, x, plan, out=out, **place),
-                    own + 2 * size + table,
-                ),
-                "compress": (lambda: codec.compress(x, plan, out=out, **place), own + size + table),
-                "accumulate": (
-                    lambda: codec.decompress_accumulate(first, total, plan, chunk=0, slot=0), 8 * numel + size + table
-                ),
-                "finish": (
-                    lambda: codec.decompress(first, plan, chunk=0, slot=0, out=mean), own + size + table
-                ),
-            }  # fmt: skip
-            for operation, (call, moved) in calls.items():
-                yield row | {
-                    "bits": bits, "operation": operation, "seconds": seconds(call, setting), "bytes": moved,
-                }  # fmt: skip
+            codec = DynamiQ(CodecConfig(bits=bits), operations=operations)
+            for operation, (call, moved) in calls(codec, x, total).items():
+                yield row | {"bits": bits, "operation": operation, "seconds": seconds(call, setting), "bytes": moved}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=2**28, help="coordinates (2**28)")
+    parser.add_argument(
+        "--interpret", action="store_true", help="a small size through Triton's interpreter, on the CPU"
+    )
+    parser.add_argument("--json", action="store_true", help="end with one JSON object of all figures")
+    arguments = parser.parse_args()
+    if arguments.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     if not arguments.interpret and not torch.cuda.is_available():
         sys.exit("no GPU: --interpret runs a small size through Triton's interpreter")
     from dynamiq_kernels import triton as operations

@@ -33,7 +33,7 @@ KERNELS: dict[str, dict[str, Any]] = {
 
 
 def compiled(kernel: str, dtype: str, target: str, **options: Any) -> dict[str, Any]:
-    """Everything that the compiler produces for a kernel and a target: PTX or assembly as text, machine code as bytes."""
+    """What the compiler makes of a kernel for a target: assembly as text, machine code as bytes."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -49,8 +49,11 @@ def compiled(kernel: str, dtype: str, target: str, **options: Any) -> dict[str, 
         **dict.fromkeys(("bend", "less_one"), "fp32"),
         "workers": "fp32" if kernel == "finish" else "i32",
         **dict.fromkeys(("numel", "size"), "i64"),
-        **{"x": vector, "out": {"hop": "*u8", "statistics": "*i32"}.get(kernel, vector), "message": "*u8"},
-        **{"messages": ("*u8",) * messages, "slots": ("i32",) * messages},
+        "x": vector,
+        "out": {"hop": "*u8", "statistics": "*i32"}.get(kernel, vector),
+        "message": "*u8",
+        "messages": ("*u8",) * messages,
+        "slots": ("i32",) * messages,
     }
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
     aligned = {"x", "mean", "table", "ratios", "total"} | ({"out"} - {"out" if kernel == "hop" else ""})
@@ -75,7 +78,9 @@ def nvidia_report(assembly: dict[str, Any], path: Path) -> dict[str, Any]:
 
     def run(*command: str) -> str:
         name, *arguments = command
-        return subprocess.run([str(tools / name), *arguments, str(path)], check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            [str(tools / name), *arguments, str(path)], check=True, capture_output=True, text=True
+        ).stdout
 
     usage = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", run("cuobjdump", "--dump-resource-usage")))
     instructions, loop = main_loop(run("nvdisasm", "-c"))
@@ -123,7 +128,10 @@ def main_loop(disassembly: str) -> tuple[list[str], list[str]]:
 
 
 def amd_report(assembly: dict[str, Any]) -> dict[str, Any]:
-    """What the compiler notes in its assembly."""
+    """What the compiler notes in its assembly.
+
+    Scalars that do not fit stay in lanes of a vector register, and so are no spills to memory.
+    """
     text = assembly["amdgcn"]
 
     def number(name: str) -> int:
@@ -135,7 +143,7 @@ def amd_report(assembly: dict[str, Any]) -> dict[str, Any]:
         "registers": number("vgpr_count"),
         "stack": number("private_segment_fixed_size"),
         "shared": number("group_segment_fixed_size"),
-        "spills": number("vgpr_spill_count") + number("sgpr_spill_count"),
+        "spills": number("vgpr_spill_count"),
         "lanes": number("wavefront_size"),
         "vector_loads": len(re.findall(r"global_load_dwordx[24]", text)),
     }

@@ -12,10 +12,11 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
+
 from dynamiq_core import BackendError, CodecConfig, DynamiQ, InputError, Received
 from dynamiq_core.rounding import Key
 from dynamiq_core.rounding import draws as reference_draws
-from torch import Tensor
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

@@ -1,12 +1,14 @@
-"""The end of an all-reduce: decompress, divide by the number of workers, add the mean, round to the gradient's dtype."""
+"""The end of an all-reduce: decompress, divide by the number of workers, add the mean, round to the dtype."""
 
+# Kernels are untyped: Triton reads annotations of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from dynamiq_core import DynamiQPlan
 from torch import Tensor
 
+from dynamiq_core import DynamiQPlan
 from dynamiq_kernels.triton.gradients import lanes_within, store, tail_of
 from dynamiq_kernels.triton.hop import RANDOM
 from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of

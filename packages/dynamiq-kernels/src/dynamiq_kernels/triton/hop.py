@@ -1,15 +1,17 @@
 """The hop: decompress, accumulate and recompress in one pass over memory; with nothing received it is compress."""
 
+# Kernels are untyped: Triton reads annotations of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import triton
 import triton.language as tl
-from dynamiq_core import DynamiQPlan, Received
-from dynamiq_core.scales import SUPER_BYTES, group_bytes
 from torch import Tensor
 
+from dynamiq_core import DynamiQPlan, Received
+from dynamiq_core.scales import SUPER_BYTES, group_bytes
 from dynamiq_kernels.triton.gradients import coordinates_within, lanes_within, load, tail_of
 from dynamiq_kernels.triton.lanes import largest_bits
 from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of, stratum_of
@@ -67,7 +69,7 @@ def hop_kernel(
 
 
 def tagged(slot: int) -> int:
-    """A slot as an argument inside a tuple: kernels are compiled anew for values there that are 1 or multiples of 16."""
+    """A slot as a member of a tuple: values there that are 1 or multiples of 16 would have kernels of their own."""
     return slot << 5 | 2
 
 

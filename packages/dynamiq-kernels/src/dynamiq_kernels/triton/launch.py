@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
+
 from dynamiq_core import BackendError, CodecConfig, DynamiQPlan, InputError
 from dynamiq_core.config import MAX_WIDTH
 from dynamiq_core.levels import COLUMNS, level_table
 from dynamiq_core.rounding import RESOLUTION, stratum
 from dynamiq_core.scales import RATIOS
-from torch import Tensor
-
 from dynamiq_kernels.triton.philox import signed
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)

@@ -3,12 +3,14 @@
 Shapes as in `lanes`.
 """
 
+# Kernels are untyped: Triton reads annotations of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from dynamiq_core.philox import MULTIPLIERS, ROUNDS, WEYL
 
+from dynamiq_core.philox import MULTIPLIERS, ROUNDS, WEYL
 from dynamiq_kernels.triton.lanes import join, unsigned
 
 _FIRST = tl.constexpr(MULTIPLIERS[0])
@@ -39,9 +41,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 def words(counter, stream, random):
     """The four words of every lane: uint32 [SG, 32] each, for lane counters uint32 [SG, 32]."""
     seed_low, seed_high, step, bucket = random
-    return philox(
-        counter, unsigned(bucket), unsigned(stream), unsigned(seed_high), unsigned(seed_low), unsigned(step)
-    )
+    return philox(counter, unsigned(bucket), unsigned(stream), unsigned(seed_high), unsigned(seed_low), unsigned(step))
 
 
 @triton.jit

@@ -3,12 +3,14 @@
 Shapes as in `lanes`.
 """
 
+# Kernels are untyped: Triton reads annotations of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from dynamiq_core.rounding import Stream
 
+from dynamiq_core.rounding import Stream
 from dynamiq_kernels.triton.philox import draws, words
 
 _ROTATION = tl.constexpr(int(Stream.ROTATION) << 24)

@@ -3,12 +3,14 @@
 Shapes as in `lanes`; k is the place of a super-group in its chunk, int32 [SG, 1].
 """
 
+# Kernels are untyped: Triton reads annotations of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from dynamiq_core import scales
 
+from dynamiq_core import scales
 from dynamiq_kernels.triton.lanes import bits, floating, of_the_group
 from dynamiq_kernels.triton.rounding import group_thresholds
 

@@ -1,13 +1,15 @@
 """Phase 1: mean and root mean square of every super-group, equal to `dynamiq_core.statistics`."""
 
+# Kernels are untyped: Triton reads annotations of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
-from dynamiq_core.statistics import MEAN_BITS, SQUARE_SHIFT, super_groups
 from torch import Tensor
 
+from dynamiq_core.statistics import MEAN_BITS, SQUARE_SHIFT, super_groups
 from dynamiq_kernels.triton.gradients import lanes_within, load, round_to_bfloat16, tail_of
 from dynamiq_kernels.triton.lanes import bits, floating, largest_bits
 from dynamiq_kernels.triton.launch import check, launch
