@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 from torch import Tensor
 
@@ -57,7 +58,7 @@ class SocketTransport(Transport):
         self.closed = True
         self.in_flight.clear()
         for link in self.sockets.values():
-            if link.fileno() >= 0:
+            with suppress(OSError):  # the peer may be gone
                 link.shutdown(socket.SHUT_RDWR)  # wakes the threads that are in it
         for lane in self.lanes.values():
             lane.shutdown(cancel_futures=True)
@@ -67,7 +68,8 @@ class SocketTransport(Transport):
 
 def send(link: socket.socket, tensor: Tensor) -> None:
     link.sendall(tensor.numel().to_bytes(8, "little"))
-    link.sendall(tensor.view(-1).numpy().data)
+    if tensor.numel():  # the peer may have left after the header
+        link.sendall(tensor.view(-1).numpy().data)
 
 
 def receive(link: socket.socket, tensor: Tensor) -> None:
