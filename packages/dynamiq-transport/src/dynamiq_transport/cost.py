@@ -9,7 +9,7 @@ message of the all-reduce in one direction, n ranks, and p the largest power of 
     direct     2 (L + (n - 2) o + (1 - 1/n) B / W)
 
 The codec is left out: on every schedule every rank encodes every chunk once and decodes as much as it receives. So is
-contention: ``direct`` assumes a network on which all pairs speak at once at full speed, which is true behind one switch.
+contention: ``direct`` assumes a network on which all pairs speak at once at full speed, as is true behind one switch.
 """
 
 from __future__ import annotations
