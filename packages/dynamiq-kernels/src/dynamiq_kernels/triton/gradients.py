@@ -1,9 +1,8 @@
 """Gradients in their own dtype, from memory and back, whatever the size of the tensor.
 
 Only the last super-group can be partly filled. TAIL says how the tensor ends: 0, with a full super-group; 1, with a
-whole octet of coordinates, so that every lane has all or nothing; 2, anywhere, and then coordinates are read and
-written one by one.
-
+whole octet of coordinates, so that every lane has all or nothing; 2, anywhere: coordinates are read and written one by
+one then.
 Shapes as in `lanes`.
 """
 
