@@ -118,7 +118,7 @@ def test_widths_are_the_greedys_for_these_energies(plan_of, normal) -> None:
     codec = DynamiQ(CodecConfig(bits=4.3))
     gradients = [mixed(normal, i, 50_000) for i in range(3)]
     plan = plan_of(gradients, codec)
-    _, steps = hull(codec.config, 2.0)
+    _, steps = hull(codec.config, 2.0, floor=codec.config.floor)
     rms = codec.merge_statistics([codec.statistics(x) for x in gradients])[:, 1].double()
     count = torch.tensor([256.0] * 195 + [80.0])
     energy = (rms.square() * count)[plan.index.long()]  # no mean is worth subtracting here
@@ -130,6 +130,19 @@ def test_widths_are_the_greedys_for_these_energies(plan_of, normal) -> None:
                 gain = energy[chunk, k].item() * step.gain
                 (taken if plan.width[chunk, k] >= step.width else left_out).append(gain)
         assert min(taken) >= max(left_out) * (1 - 1e-6)
+
+
+@pytest.mark.parametrize(("bits", "narrowest"), [(3.9, 0), (4.0, 2)])
+def test_whatever_has_energy_is_sent_once_the_budget_allows(bits: float, narrowest: int, plan_of, normal) -> None:
+    """Energies fall by 2**-8 from super-group to super-group; the last four have none."""
+    loudness = torch.exp2(-4.0 * torch.arange(16)).repeat_interleave(256)
+    gradients = [torch.cat((normal(i, 16 * 256) * loudness, torch.zeros(4 * 256))) for i in range(2)]
+    plan = plan_of(gradients, DynamiQ(CodecConfig(bits=bits)))
+    width = torch.zeros(20, dtype=torch.int32)
+    present = plan.index >= 0
+    width[plan.index[present].long()] = plan.width[present]
+    assert width[:16].min() == narrowest
+    assert width[16:].max() == 0
 
 
 def test_the_mean_is_subtracted_only_where_it_pays(normal) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public, but not listed in __all__
 
 from dynamiq_transport import TorchTransport, Transport, TransportError
 
@@ -18,7 +19,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of an interface, n
 torch.set_num_threads(1)
 
 
-def gloo_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+def gloo_group(store: Store, rank: int, size: int) -> dist.ProcessGroup:
     """A Gloo group made by hand, of which this thread is a rank."""
     group = dist.ProcessGroup(store, rank, size)
     backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
@@ -28,7 +29,7 @@ def gloo_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
 
 def run_threads(size: int, function: Callable[[dist.ProcessGroup], Any]) -> list[Any]:
     """Call ``function(group)`` on every rank of a new Gloo group, one thread each."""
-    store = dist.HashStore()
+    store = HashStore()
     with ThreadPoolExecutor(max_workers=size) as pool:
         futures = [pool.submit(lambda rank: function(gloo_group(store, rank, size)), rank) for rank in range(size)]
     errors = [error for error in (future.exception() for future in futures) if error is not None]

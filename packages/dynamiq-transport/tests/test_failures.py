@@ -24,7 +24,7 @@ PATIENCE = 120.0  # seconds until a process counts as hung; it starts torch firs
 @pytest.fixture
 def survivors_of() -> Iterator[Callable[[str, str], list[dict[str, Any]]]]:
     """``survivors_of(fault, pattern)`` runs the group and returns what its survivors report, by rank."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     started: list[subprocess.Popen[str]] = []
 
     def run(fault: str, pattern: str) -> list[dict[str, Any]]:

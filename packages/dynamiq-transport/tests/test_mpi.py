@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def mpiexec(ranks: int, *words: str, patience: float = 400.0, **environment: str) -> tuple[int, str]:
+def mpiexec(ranks: int, *words: str, patience: float = 400.0, level: str = "multiple") -> tuple[int, str]:
     """Run Python on some ranks and return the exit status and everything printed; kill all of it when it hangs."""
     process = subprocess.Popen(
         [str(MPIEXEC), "-n", str(ranks), sys.executable, *words],
@@ -43,7 +43,7 @@ def mpiexec(ranks: int, *words: str, patience: float = 400.0, **environment: str
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=os.environ | ALLOWED | environment,
+        env=os.environ | ALLOWED | {"MPI4PY_RC_THREAD_LEVEL": level},
         start_new_session=True,
     )
     try:
@@ -55,10 +55,10 @@ def mpiexec(ranks: int, *words: str, patience: float = 400.0, **environment: str
     return process.returncode, out
 
 
-def pytest_on(ranks: int, program: str, *words: str, **environment: str) -> None:
+def pytest_on(ranks: int, program: str, *words: str, level: str = "multiple") -> None:
     """Run a file of tests on every rank at once; `-x`, since a rank that fails leaves the others waiting."""
     options = ("-q", "-x", "-p", "no:cacheprovider", "--import-mode=importlib", "--color=no")
-    status, out = mpiexec(ranks, "-m", "pytest", *options, str(PROGRAMS / program), *words, **environment)
+    status, out = mpiexec(ranks, "-m", "pytest", *options, str(PROGRAMS / program), *words, level=level)
     assert status == 0, out[-8000:]
     assert out.count(" passed") >= ranks, out[-8000:]
 
@@ -71,7 +71,7 @@ def test_conformance(ranks: int) -> None:
 @pytest.mark.parametrize("level", ["multiple", "serialized", "funneled"])
 def test_details(level: str) -> None:
     chosen = [] if level == "multiple" else ["-k", "thread"]
-    pytest_on(4, "details_mpi.py", *chosen, MPI4PY_RC_THREAD_LEVEL=level)
+    pytest_on(4, "details_mpi.py", *chosen, level=level)
 
 
 def test_stopped_rank_is_named_and_the_others_can_go_on() -> None:

@@ -41,6 +41,6 @@ def test_conformance_under_torchrun() -> None:
 
 
 def test_no_message_is_lost_when_ranks_leave_at_once() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     status, out = run(str(PROGRAMS / "leaver.py"), "3", str(store.port), "50")
     assert status == 0, out[-5000:]

@@ -39,16 +39,17 @@ def cost(width: int, config: CodecConfig) -> int:
     return PLANE * width + group_bytes(config.scales) + SUPER_BYTES if width else 0
 
 
-def hull(config: CodecConfig, gain: float) -> tuple[int, tuple[Step, ...]]:
+def hull(config: CodecConfig, gain: float, *, floor: int = 0) -> tuple[int, tuple[Step, ...]]:
     """The lowest width and the steps above it on the lower convex hull of error over cost.
 
     Args:
         config: widths and kind of quantiser.
         gain: error of the final sum relative to n quantisations of one gradient each. It weighs every width above 0;
             at width 0 a super-group loses its energy once, however many hops there are.
+        floor: narrower widths are left out.
     """
     errors = normalised_errors(config)
-    points = [(cost(w, config), gain * errors[w] if w else 1.0, w) for w in config.widths]
+    points = [(cost(w, config), gain * errors[w] if w else 1.0, w) for w in config.widths if w >= floor]
     kept: list[tuple[int, float, int]] = []
     for point in points:
         while len(kept) > 1 and _slope(kept[-2], kept[-1]) <= _slope(kept[-1], point):

@@ -31,7 +31,8 @@ class CodecConfig:
     Args:
         bits: budget per coordinate and direction of the all-reduce, in bits, everything included: codes, scales,
             statistics, headers. Any real number that the widths can use; see `bits_range`.
-        widths: the bit widths that a super-group may get, 0 to 8. Width 0 sends nothing for a super-group but its mean.
+        widths: the bit widths that a super-group may get, 0 to 8. Width 0 sends nothing for a super-group but its mean;
+            see `floor` for which ones.
         scales: ``"log"``: 4-bit group scales in steps of a quarter octave, rounded up, so that entries never clip.
             ``"linear"``: 8-bit group scales, stochastically rounded, entries normalised by the true maximum.
         rounding: how the shared seed is used. ``"dithered"``: the receiver subtracts the sender's dither, which
@@ -87,6 +88,18 @@ class CodecConfig:
         overhead = {"log": 10, "linear": 18}[self.scales] * 8 / SUPER_GROUP + 32 / SUPER_GROUP
         lowest = min(self.widths)
         return (1.0 if lowest == 0 else lowest + overhead), max(self.widths) + 1.0
+
+    @property
+    def floor(self) -> int:
+        """The narrowest width of a super-group that has any energy.
+
+        To drop the super-groups of least energy lowers the squared error, but it is a bias, and optimisers that scale
+        every parameter's step by its own gradient would never train them. They are dropped only if 0 is among the
+        widths and the budget is less than two bits above the next one, where the others would suffer too much;
+        otherwise width 0 is for those without energy.
+        """
+        lowest, *others = self.widths
+        return others[0] if lowest == 0 and self.bits >= others[0] + 2 else lowest
 
     def _check_widths(self) -> None:
         widths = self.widths

@@ -101,10 +101,12 @@ def make_plan(
     relative = (residual / torch.where(largest > 0, largest, 1.0)).to(torch.float32)
     index = _deal(torch.sort(relative, descending=True, stable=True).indices, chunks)
     present = index >= 0
-    lowest, steps = hull(config, gain)
-    capacities = [size - cost(lowest, config) * length for size, length in zip(sizes, lengths, strict=True)]
-    width = allocate(torch.where(present, relative[index], 0.0), torch.tensor(capacities, device=device), steps, lowest)
-    width = torch.where(present, width, 0)
+    entries = torch.where(present, relative[index], 0.0)
+    sent = entries > 0 if config.widths[0] == 0 else present
+    affordable = all(size >= cost(config.floor, config) * length for size, length in zip(sizes, lengths, strict=True))
+    lowest, steps = hull(config, gain, floor=config.floor if affordable else 0)
+    capacities = torch.tensor(sizes, device=device) - cost(lowest, config) * sent.sum(dim=1)
+    width = torch.where(sent, allocate(entries, capacities, steps, lowest), 0)
 
     planes = width.cumsum(dim=1) * PLANE
     nonzero = (width > 0).sum(dim=1)

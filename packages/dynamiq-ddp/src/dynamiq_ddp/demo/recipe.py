@@ -33,7 +33,7 @@ class Recipe:
     seed: int = 0
     model: GPTConfig = field(default_factory=GPTConfig)
     batch_size: int = 8
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     warmup: int = 20
     weight_decay: float = 0.1
     clip: float = 1.0

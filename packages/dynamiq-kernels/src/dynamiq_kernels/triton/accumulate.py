@@ -1,5 +1,7 @@
 """Decompress and accumulate, for callers that keep a sum."""
 
+# Kernels are untyped: Triton reads annotations of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton
@@ -8,24 +10,24 @@ from torch import Tensor
 
 from dynamiq_core import DynamiQPlan
 from dynamiq_kernels.triton.gradients import lanes_within, load, store, tail_of
-from dynamiq_kernels.triton.hop import SCALARS
+from dynamiq_kernels.triton.hop import RANDOM
 from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of
 from dynamiq_kernels.triton.quantise import decode
 
 
 @triton.jit(
-    do_not_specialize=[name for name in SCALARS if name not in ("size", "slots", "stratum")],
+    do_not_specialize=["slot", "numel", *RANDOM],
     do_not_specialize_on_alignment=["index", "width", "offset", "scales_at", "nonzero", "message"],
 )
 def accumulate_kernel(
     message, slot, total, numel,
-    index, width, offset, mean, scales_at, nonzero, table, ratios, bend, less_one, keys, bucket, seed_high,
+    index, width, offset, mean, scales_at, nonzero, table, ratios, bend, less_one, seed_low, seed_high, step, bucket,
     TAIL: tl.constexpr, DITHERED: tl.constexpr, CORRELATED: tl.constexpr, LINEAR: tl.constexpr,
     FEWEST: tl.constexpr, SG: tl.constexpr,
 ):  # fmt: skip
     """Add what a message carries to float32 ``total``, in the super-groups of width above 0."""
     lane = tl.arange(0, 32)[None, :]
-    random = (keys, bucket, seed_high)
+    random = (seed_low, seed_high, step, bucket)
     number = tl.load(nonzero)
     chunk = (table, ratios, bend, less_one, tl.load(scales_at), number)
     for first in range(tl.program_id(0) * SG, number, tl.num_programs(0) * SG):

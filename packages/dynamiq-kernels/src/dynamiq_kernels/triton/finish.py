@@ -1,5 +1,7 @@
-"""The end of an all-reduce: decompress, divide by the number of workers, add the mean, round to the dtype at hand."""
+"""The end of an all-reduce: decompress, divide by the number of workers, add the mean, round to the dtype."""
 
+# Kernels are untyped: Triton reads annotations of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton
@@ -8,23 +10,24 @@ from torch import Tensor
 
 from dynamiq_core import DynamiQPlan
 from dynamiq_kernels.triton.gradients import lanes_within, store, tail_of
+from dynamiq_kernels.triton.hop import RANDOM
 from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of
 from dynamiq_kernels.triton.quantise import decode
 
 
 @triton.jit(
-    do_not_specialize=["slot", "count", "numel", "keys", "bucket", "seed_high"],
+    do_not_specialize=["slot", "count", "numel", *RANDOM],
     do_not_specialize_on_alignment=["index", "width", "offset", "scales_at", "nonzero", "message"],
 )
 def finish_kernel(
     message, slot, out, count, numel, workers,
-    index, width, offset, mean, scales_at, nonzero, table, ratios, bend, less_one, keys, bucket, seed_high,
+    index, width, offset, mean, scales_at, nonzero, table, ratios, bend, less_one, seed_low, seed_high, step, bucket,
     TAIL: tl.constexpr, DITHERED: tl.constexpr, CORRELATED: tl.constexpr, LINEAR: tl.constexpr,
     FEWEST: tl.constexpr, SG: tl.constexpr,
 ):  # fmt: skip
     """Write the mean over the workers of a chunk's ``count`` super-groups into ``out``."""
     lane = tl.arange(0, 32)[None, :]
-    random = (keys, bucket, seed_high)
+    random = (seed_low, seed_high, step, bucket)
     chunk = (table, ratios, bend, less_one, tl.load(scales_at), tl.load(nonzero))
     for first in range(tl.program_id(0) * SG, count, tl.num_programs(0) * SG):
         k = tl.minimum(first + tl.arange(0, SG)[:, None], count - 1)

@@ -1,20 +1,20 @@
 """Gradients in their own dtype, from memory and back, whatever the size of the tensor.
 
-Only the last super-group can be partly filled. TAIL says how the tensor ends: FULL super-groups, whole OCTETS of
-coordinates, so that every lane has all or nothing, or RAGGED, where coordinates are read and written one by one.
+Only the last super-group can be partly filled. TAIL says how the tensor ends: 0, with a full super-group; 1, with a
+whole octet of coordinates, so that every lane has all or nothing; 2, anywhere, and then coordinates are read and
+written one by one.
+
 Shapes as in `lanes`.
 """
 
+# Kernels are untyped: Triton reads annotations of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 from dynamiq_kernels.triton.lanes import floating, unsigned
-
-FULL = tl.constexpr(0)
-OCTETS = tl.constexpr(1)
-RAGGED = tl.constexpr(2)
 
 NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
 """Whether conversions to bfloat16 are the device's: the interpreter's do not round to nearest."""
@@ -23,13 +23,13 @@ NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
 def tail_of(numel: int) -> int:
     """How a tensor of d coordinates ends."""
     if numel % 256 == 0:
-        return FULL.value
-    return OCTETS.value if numel % 8 == 0 else RAGGED.value
+        return 0
+    return 1 if numel % 8 == 0 else 2
 
 
 @triton.jit
 def lanes_within(counter, numel, TAIL: tl.constexpr):
-    """Whether a lane's coordinates exist: [SG, 32]; for RAGGED ends coordinates say it one by one."""
+    """Whether a lane's coordinates exist: [SG, 32]; where a tensor ends anywhere, coordinates say it one by one."""
     if TAIL == 1:
         return counter.to(tl.int64) < numel // 8
     else:
@@ -59,7 +59,7 @@ def halves(pointer, super_group, lane):
 
 @triton.jit
 def load(pointer, super_group, within, numel, TAIL: tl.constexpr):
-    """float32 [8, SG, 32]; RAGGED ends have zeros past the end, lanes not ``within`` have anything."""
+    """float32 [8, SG, 32]; lanes not ``within`` have anything, single coordinates past the end zero."""
     SG: tl.constexpr = super_group.shape[0]
     if TAIL == 2:
         values = tl.load(pointer + coordinates(super_group), mask=coordinates_within(super_group, numel), other=0.0)

@@ -1,5 +1,7 @@
 """The hop: decompress, accumulate and recompress in one pass over memory; with nothing received it is compress."""
 
+# Kernels are untyped: Triton reads annotations of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,12 +15,12 @@ from dynamiq_core.scales import SUPER_BYTES, group_bytes
 from dynamiq_kernels.triton.gradients import coordinates_within, lanes_within, load, tail_of
 from dynamiq_kernels.triton.lanes import largest_bits
 from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of, stratum_of
-from dynamiq_kernels.triton.philox import signed
 from dynamiq_kernels.triton.quantise import decode, encode
 
 _CLEARED = tl.constexpr(1024)
 
-SCALARS = ["size", "numel", "keys", "bucket", "seed_high", "slots", "slot", "stratum"]
+RANDOM = ["seed_low", "seed_high", "step", "bucket"]
+SCALARS = ["size", "numel", "slot", "start", "part", "workers", *RANDOM]
 """Arguments whose values kernels are not compiled for."""
 
 ADDRESSES = ["index", "width", "offset", "scales_at", "nonzero", "messages", "out"]
@@ -27,8 +29,8 @@ ADDRESSES = ["index", "width", "offset", "scales_at", "nonzero", "messages", "ou
 
 @triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=ADDRESSES)
 def hop_kernel(
-    x, messages, slots, out, size, slot, stratum, numel,
-    index, width, offset, mean, scales_at, nonzero, table, ratios, bend, less_one, keys, bucket, seed_high,
+    x, messages, slots, out, size, slot, start, part, workers, numel,
+    index, width, offset, mean, scales_at, nonzero, table, ratios, bend, less_one, seed_low, seed_high, step, bucket,
     RECEIVED: tl.constexpr, TAIL: tl.constexpr, DITHERED: tl.constexpr, CORRELATED: tl.constexpr,
     LINEAR: tl.constexpr, PER_SUPER_GROUP: tl.constexpr, FEWEST: tl.constexpr, SG: tl.constexpr,
 ):  # fmt: skip
@@ -37,9 +39,9 @@ def hop_kernel(
     Only super-groups of width above 0 are visited: they come first, and the others send nothing.
     """
     lane = tl.arange(0, 32)[None, :]
-    random = (keys, bucket, seed_high)
-    start, number = tl.load(scales_at), tl.load(nonzero)
-    chunk = (table, ratios, bend, less_one, start, number)
+    random, stratum = (seed_low, seed_high, step, bucket), (start, part, workers)
+    section, number = tl.load(scales_at), tl.load(nonzero)
+    chunk = (table, ratios, bend, less_one, section, number)
     for first in range(tl.program_id(0) * SG, number, tl.num_programs(0) * SG):
         # Past the end the last super-group is done once more, and the same bytes are written again.
         k = tl.minimum(first + tl.arange(0, SG)[:, None], number - 1)
@@ -50,7 +52,7 @@ def hop_kernel(
         values = load(x, j, within, numel, TAIL) - tl.load(mean + j)[None]
         for i in tl.static_range(RECEIVED):
             values += decode(
-                messages[i], k, w, at, counter, slots[i], 1.0, chunk, random, DITHERED, LINEAR, False, FEWEST
+                messages[i], k, w, at, counter, slots[i] >> 5, 1.0, chunk, random, DITHERED, LINEAR, False, FEWEST
             )
         if TAIL == 2:
             values = tl.where(coordinates_within(j, numel), values, 0.0)
@@ -60,10 +62,15 @@ def hop_kernel(
             CORRELATED, LINEAR, FEWEST,
         )  # fmt: skip
 
-    end = start + number * PER_SUPER_GROUP
+    end = section + number * PER_SUPER_GROUP
     for first in range(end + tl.program_id(0) * _CLEARED, size, tl.num_programs(0) * _CLEARED):
         byte = first + tl.arange(0, _CLEARED)
         tl.store(out + byte, tl.zeros([_CLEARED], tl.uint8), mask=byte < size)
+
+
+def tagged(slot: int) -> int:
+    """A slot as a member of a tuple: values there that are 1 or multiples of 16 would have kernels of their own."""
+    return slot << 5 | 2
 
 
 def decompress_accumulate_recompress(
@@ -79,8 +86,8 @@ def decompress_accumulate_recompress(
         return
     launch(
         hop_kernel, plan.lengths[chunk], x.device,
-        x=x, messages=messages, slots=tuple(signed(s) for _, s in received), out=out, size=out.numel(), slot=slot,
-        stratum=stratum_of(plan, slot), numel=plan.numel, **chunk_of(plan, chunk), RECEIVED=len(messages),
+        x=x, messages=messages, slots=tuple(tagged(s) for _, s in received), out=out, size=out.numel(), slot=slot,
+        numel=plan.numel, **stratum_of(plan, slot), **chunk_of(plan, chunk), RECEIVED=len(messages),
         TAIL=tail_of(plan.numel), PER_SUPER_GROUP=group_bytes(plan.config.scales) + SUPER_BYTES,
         **options_of(plan.config),
     )  # fmt: skip

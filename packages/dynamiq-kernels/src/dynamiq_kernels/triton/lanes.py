@@ -5,6 +5,8 @@ dimension lies in the registers of a lane, the last one on the 32 lanes of a war
 one on warps. Splitting and joining the first dimension therefore moves nothing; it renames registers.
 """
 
+# Kernels are untyped: Triton reads annotations of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton

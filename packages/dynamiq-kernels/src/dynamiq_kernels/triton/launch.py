@@ -20,7 +20,7 @@ from dynamiq_core.config import MAX_WIDTH
 from dynamiq_core.levels import COLUMNS, level_table
 from dynamiq_core.rounding import RESOLUTION, stratum
 from dynamiq_core.scales import RATIOS
-from dynamiq_kernels.triton.philox import round_keys, signed
+from dynamiq_kernels.triton.philox import signed
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on the CPU: decided by TRITON_INTERPRET when Triton is imported."""
@@ -51,15 +51,18 @@ def options_of(config: CodecConfig) -> dict[str, Any]:
     )._asdict()
 
 
-def width_table(bend: float) -> Tensor:
+def width_table(bend: float, *, dithered: bool) -> Tensor:
     """Constants of every width as kernels use them: float32 [9, 12] on the CPU, three loads of 16 bytes.
 
     half, inner, outer, shift     to encode: centre - 1/2, then as in `level_table`
     start, low, high, dither      to decode: distance + dither / 2 = code * bend + clamp(start - code * (bend - 1)),
-                                  from which draw * dither is subtracted, draws being 2**16 times a threshold
+                                  from which draw * dither is subtracted, draws being 2**16 times a threshold;
+                                  the dither is 0 unless decoders subtract it
     gap                           as in `level_table`
     """
     row = dict(zip(COLUMNS, level_table(bend).to(torch.float64).unbind(1), strict=True))
+    if not dithered:
+        row["dither"] = torch.zeros_like(row["dither"])
     middle = row["dither"] / 2 - row["centre"] * row["bend"]
     start = row["dither"] / 2 - row["centre"]
     nothing = torch.zeros(MAX_WIDTH + 1, dtype=torch.float64)
@@ -70,16 +73,16 @@ def width_table(bend: float) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def tables(bend: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def tables(bend: float, dithered: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """`width_table` and the ratios of group scales, on a device."""
     ratios = torch.tensor((*RATIOS, 0.0), dtype=torch.float32)
-    return width_table(bend).to(device), ratios.to(device)
+    return width_table(bend, dithered=dithered).to(device), ratios.to(device)
 
 
 def chunk_of(plan: DynamiQPlan, chunk: int) -> dict[str, Any]:
     """Arguments that describe a chunk and the random numbers of its all-reduce."""
     config, key = plan.config, plan.key
-    table, ratios = tables(config.bend, plan.mean.device)
+    table, ratios = tables(config.bend, config.rounding == "dithered", plan.mean.device)
     bend = float(level_table(config.bend)[1, COLUMNS.index("bend")])
     return {
         "index": plan.index[chunk],
@@ -92,17 +95,17 @@ def chunk_of(plan: DynamiQPlan, chunk: int) -> dict[str, Any]:
         "ratios": ratios,
         "bend": bend,
         "less_one": bend - 1.0,
-        "keys": round_keys(key.seed, key.step),
-        "bucket": signed(key.bucket),
+        "seed_low": signed(key.seed),
         "seed_high": signed(key.seed >> 32),
+        "step": signed(key.step),
+        "bucket": signed(key.bucket),
     }
 
 
-def stratum_of(plan: DynamiQPlan, slot: int) -> tuple[int, int, int]:
+def stratum_of(plan: DynamiQPlan, slot: int) -> dict[str, int]:
     """Start and width of a slot's stratum and the number of workers, for correlated rounding."""
-    if plan.config.rounding != "correlated":
-        return 0, 0, plan.workers
-    return (*stratum(slot, plan.workers), plan.workers)
+    start, part = stratum(slot, plan.workers) if plan.config.rounding == "correlated" else (0, 0)
+    return {"start": start, "part": part, "workers": plan.workers}
 
 
 def check(tensors: Iterable[Tensor], messages: Iterable[Tensor] = ()) -> None:

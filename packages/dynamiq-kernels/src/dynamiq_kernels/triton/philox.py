@@ -1,9 +1,10 @@
 """Philox 4x32-10 with explicit 32-bit counters, equal to `dynamiq_core.philox`, and the draws made of its words.
 
-The round keys depend on seed and step alone, so the host computes them and the kernel reads them as constants.
 Shapes as in `lanes`.
 """
 
+# Kernels are untyped: Triton reads annotations of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton
@@ -15,6 +16,8 @@ from dynamiq_kernels.triton.lanes import join, unsigned
 _FIRST = tl.constexpr(MULTIPLIERS[0])
 _SECOND = tl.constexpr(MULTIPLIERS[1])
 _ROUNDS = tl.constexpr(ROUNDS)
+_WEYL_FIRST = tl.constexpr(WEYL[0])
+_WEYL_SECOND = tl.constexpr(WEYL[1])
 
 
 def signed(word: int) -> int:
@@ -22,28 +25,23 @@ def signed(word: int) -> int:
     return (word + 2**31) % 2**32 - 2**31
 
 
-def round_keys(seed: int, step: int) -> tuple[int, ...]:
-    """The two words of every round's key, one after the other, as signed integers."""
-    first, second = seed & 0xFFFFFFFF, step & 0xFFFFFFFF
-    return tuple(signed(key + i * weyl) for i in range(ROUNDS) for key, weyl in zip((first, second), WEYL, strict=True))
-
-
 @triton.jit
-def philox(c0, c1, c2, c3, keys):
-    """Four random words uint32 for counters uint32."""
-    for i in tl.static_range(_ROUNDS):
+def philox(c0, c1, c2, c3, k0, k1):
+    """Four random words uint32 for counters and keys uint32."""
+    for _ in tl.static_range(_ROUNDS):
         high0, low0 = tl.umulhi(c0, _FIRST), tl.mul(c0, _FIRST, sanitize_overflow=False)
         high1, low1 = tl.umulhi(c2, _SECOND), tl.mul(c2, _SECOND, sanitize_overflow=False)
-        c0, c1 = high1 ^ (c1 ^ unsigned(keys[2 * i])), low1
-        c2, c3 = high0 ^ (c3 ^ unsigned(keys[2 * i + 1])), low0
+        c0, c1, c2, c3 = high1 ^ (c1 ^ k0), low1, high0 ^ (c3 ^ k1), low0
+        k0 = tl.add(k0, _WEYL_FIRST, sanitize_overflow=False)
+        k1 = tl.add(k1, _WEYL_SECOND, sanitize_overflow=False)
     return c0, c1, c2, c3
 
 
 @triton.jit
 def words(counter, stream, random):
     """The four words of every lane: uint32 [SG, 32] each, for lane counters uint32 [SG, 32]."""
-    keys, bucket, seed_high = random
-    return philox(counter, unsigned(bucket), unsigned(stream), unsigned(seed_high), keys)
+    seed_low, seed_high, step, bucket = random
+    return philox(counter, unsigned(bucket), unsigned(stream), unsigned(seed_high), unsigned(seed_low), unsigned(step))
 
 
 @triton.jit

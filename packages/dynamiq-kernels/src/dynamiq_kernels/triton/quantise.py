@@ -5,6 +5,8 @@ products with a dither - the order here is another one with fewer instructions; 
 Shapes as in `lanes`.
 """
 
+# Kernels are untyped: Triton reads annotations of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton

@@ -3,6 +3,8 @@
 Shapes as in `lanes`; k is the place of a super-group in its chunk, int32 [SG, 1].
 """
 
+# Kernels are untyped: Triton reads annotations of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton

@@ -1,5 +1,7 @@
 """Phase 1: mean and root mean square of every super-group, equal to `dynamiq_core.statistics`."""
 
+# Kernels are untyped: Triton reads annotations of its own.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import torch
