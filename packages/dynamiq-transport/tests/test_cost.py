@@ -97,7 +97,7 @@ def test_measured_numbers_are_found_and_equal_on_all_ranks() -> None:
     found = run_local(3, work, timeout=60.0)
     assert found[0] == found[1] == found[2]
     assert found[0].latency >= 20e-3
-    assert found[0].bandwidth <= 1.5e8
+    assert found[0].bandwidth <= 1e8
     assert found[0].overhead > 0
 
 

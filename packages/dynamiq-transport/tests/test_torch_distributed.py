@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -193,7 +194,7 @@ def test_nccl() -> None:
     """The first traffic of a new group is of some ranks only, then every pair speaks."""
     size = torch.cuda.device_count()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    torch.multiprocessing.spawn(_nccl_rank, (size, store.port), nprocs=size)  # type: ignore[attr-defined]
+    torch.multiprocessing.spawn(_nccl_rank, (size, store.port), nprocs=size)  # type: ignore[attr-defined,no-untyped-call]
 
 
 def _nccl_rank(rank: int, size: int, port: int) -> None:
@@ -209,30 +210,49 @@ def _nccl_rank(rank: int, size: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_only_the_lost_peer_is_named(gloo_threads: Threads) -> None:
-    """Rank 2 vanishes; a batch with three peers must not blame the others, whether it fails at the wait or the post."""
+@pytest.mark.parametrize("moment", ["wait", "post"])
+def test_only_the_lost_peer_is_named(gloo_threads: Threads, moment: str) -> None:
+    """Rank 2 leaves; a batch with three peers must not blame the others."""
+    ready = threading.Barrier(3)
 
-    def work(group: dist.ProcessGroup) -> list[tuple[int, ...]]:
-        named = []
-        transport = TorchTransport.dedicated(group, timeout=5.0)
-        if group.rank() == 2:
-            all_to_all(transport, "cpu")
-            transport.abort()
-            return []
-        all_to_all(transport, "cpu")
-        others = [peer for peer in range(4) if peer != group.rank()]
-        for _ in range(2):
+    def work(parent: dist.ProcessGroup) -> tuple[int, ...]:
+        group = dedicated_group(parent, timeout=60.0)
+        all_to_all(TorchTransport(group, timeout=60.0), "cpu")
+        if parent.rank() == 2:
+            return (2,)
+        if moment == "post":  # once a message has failed, a batch with that peer fails before it starts
+            with pytest.raises(TransportError):
+                TorchTransport(group, timeout=60.0).exchange([], [(2, blank(100, "cpu"))]).wait()
+        others = [peer for peer in range(4) if peer != parent.rank()]
+        batch = [[(peer, blank(100, "cpu")) for peer in others] for _ in range(2)]
+        with pytest.raises(TransportError) as caught:
+            TorchTransport(group, timeout=60.0).exchange(*batch).wait()
+        ready.wait(60.0)  # nobody else leaves before all have looked
+        return caught.value.peers
+
+    assert gloo_threads(4, work) == [(2,)] * 4
+
+
+def test_failed_group_ends_while_its_error_is_still_held(torch_threads: Threads) -> None:
+    """Rank 2 leaves, so rank 1 fails; rank 0 hears of it from a closed connection, not from its own timeout."""
+    heard = threading.Event()
+
+    def work(transport: Transport) -> None:
+        assert isinstance(transport, TorchTransport)
+        if transport.rank == 0:
             with pytest.raises(TransportError) as caught:
-                transport.exchange(
-                    [(peer, blank(100, "cpu")) for peer in others], [(peer, blank(100, "cpu")) for peer in others]
-                ).wait()
-            named.append(caught.value.peers)
-        return named
+                transport.exchange([], [(1, blank(7, "cpu"))]).wait()
+            heard.set()
+            assert "Timed out" not in str(caught.value)
+        elif transport.rank == 1:
+            with pytest.raises(TransportError) as caught:
+                transport.exchange([(2, blank(5, "cpu"))], [(2, blank(5, "cpu"))]).wait()
+            assert heard.wait(60.0)
+            assert caught.value.peers == (2,)
+        else:
+            transport.abort()
 
-    for rank, named in enumerate(gloo_threads(4, work)):
-        if rank != 2:
-            assert 2 in named[0]
-            assert named[1] == ()  # it has failed before, and posts nothing
+    torch_threads(3, work, timeout=20.0)
 
 
 def test_second_wait_of_a_failed_batch_fails_again(torch_threads: Threads) -> None:
