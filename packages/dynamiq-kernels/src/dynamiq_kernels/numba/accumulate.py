@@ -11,8 +11,8 @@ from dynamiq_core.config import SUPER_GROUP
 from dynamiq_core.plan import DynamiQPlan
 from dynamiq_kernels.numba.chunk import chunk_arguments
 from dynamiq_kernels.numba.compiling import kernel
-from dynamiq_kernels.numba.floats import gradient_arguments, read, write
-from dynamiq_kernels.numba.memory import stack
+from dynamiq_kernels.numba.floats import fetch_ahead, gradient_arguments, read, write
+from dynamiq_kernels.numba.memory import array_at, stack
 from dynamiq_kernels.numba.quantise import add_message
 from dynamiq_kernels.numba.threads import for_each_range
 
@@ -24,8 +24,9 @@ ONE = np.float32(1.0)
 def _accumulate(first: Any, last: Any, message: Any, slot: Any, chunk: Any, total: Any) -> None:
     for k in range(first, last):
         values = stack(256, np.float32)
-        start = np.int64(chunk.index[k]) * SUPER_GROUP
+        start = np.int64(array_at(chunk.index, np.int32)[k]) * SUPER_GROUP
         count = min(chunk.numel - start, SUPER_GROUP)
+        fetch_ahead(total, k, last, chunk)
         read(values, total, start, count, ZERO)
         add_message(values, message, k, slot, ONE, chunk)
         write(total, values, start, count, ZERO)
@@ -34,4 +35,4 @@ def _accumulate(first: Any, last: Any, message: Any, slot: Any, chunk: Any, tota
 def decompress_accumulate(message: Tensor, total: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int) -> None:
     """Add what a message carries to ``total``; see `dynamiq_core.reference`."""
     view = chunk_arguments(plan, chunk)
-    for_each_range(_accumulate, view.nonzero, message.numpy(), slot, view, gradient_arguments(total))
+    for_each_range(_accumulate, view.nonzero, message.data_ptr(), slot, view, gradient_arguments(total))

@@ -1,13 +1,15 @@
-"""What kernels know of a chunk: the plan's tables and the key of the random numbers, as arrays and numbers.
+"""What kernels know of a chunk: the plan's tables and the key of the random numbers, as addresses and numbers.
 
 Shapes: M super-groups in the tensor, K in the longest chunk.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from dynamiq_core.levels import level_table
 from dynamiq_core.plan import DynamiQPlan
@@ -24,7 +26,7 @@ class Key(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The plan of one chunk."""
+    """The plan of one chunk; tables are addresses."""
 
     index: Any  # int32 [K], which super-group
     width: Any  # int32 [K]
@@ -49,14 +51,14 @@ class Slot(NamedTuple):
 
 
 def chunk_arguments(plan: DynamiQPlan, chunk: int) -> Chunk:
-    """What a kernel gets for a chunk; the arrays share memory with the plan."""
+    """What a kernel gets for a chunk: good as long as the plan lives."""
     config, (seed, step, bucket) = plan.config, plan.key
     return Chunk(
-        index=plan.index.numpy()[chunk],
-        width=plan.width.numpy()[chunk],
-        offset=plan.offset.numpy()[chunk],
-        mean=plan.mean.numpy(),
-        levels=level_table(config.bend).numpy(),
+        index=plan.index[chunk].data_ptr(),
+        width=plan.width[chunk].data_ptr(),
+        offset=plan.offset[chunk].data_ptr(),
+        mean=plan.mean.data_ptr(),
+        levels=_levels(config.bend).data_ptr(),
         scales_at=int(plan.scales_at.numpy()[chunk]),
         nonzero=int(plan.nonzero.numpy()[chunk]),
         numel=plan.numel,
@@ -64,6 +66,12 @@ def chunk_arguments(plan: DynamiQPlan, chunk: int) -> Chunk:
         dithered=config.rounding == "dithered",
         key=Key(*(np.uint64(word & 0xFFFFFFFF) for word in (seed, seed >> 32, step, bucket))),
     )
+
+
+@cache
+def _levels(bend: float) -> Tensor:
+    """The table of levels, kept for good, since kernels know but its address."""
+    return level_table(bend)
 
 
 def slot_arguments(plan: DynamiQPlan, slot: int) -> Slot:

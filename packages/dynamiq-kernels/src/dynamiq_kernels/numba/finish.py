@@ -11,8 +11,8 @@ from dynamiq_core.config import SUPER_GROUP
 from dynamiq_core.plan import DynamiQPlan
 from dynamiq_kernels.numba.chunk import chunk_arguments
 from dynamiq_kernels.numba.compiling import kernel
-from dynamiq_kernels.numba.floats import gradient_arguments, write
-from dynamiq_kernels.numba.memory import stack
+from dynamiq_kernels.numba.floats import fetch_ahead, gradient_arguments, write
+from dynamiq_kernels.numba.memory import array_at, stack
 from dynamiq_kernels.numba.quantise import add_message
 from dynamiq_kernels.numba.threads import for_each_range
 
@@ -23,17 +23,18 @@ ZERO = np.float32(0.0)
 def _finish(first: Any, last: Any, message: Any, slot: Any, workers: Any, chunk: Any, out: Any) -> None:
     for k in range(first, last):
         values = stack(256, np.float32)
-        super_group = np.int64(chunk.index[k])
+        super_group = np.int64(array_at(chunk.index, np.int32)[k])
         start = super_group * SUPER_GROUP
+        fetch_ahead(out, k, last, chunk)
         for i in range(SUPER_GROUP):
             values[i] = ZERO
-        if chunk.width[k] > 0:
+        if array_at(chunk.width, np.int32)[k] > 0:
             add_message(values, message, k, slot, workers, chunk)
-        write(out, values, start, min(chunk.numel - start, SUPER_GROUP), chunk.mean[super_group])
+        write(out, values, start, min(chunk.numel - start, SUPER_GROUP), array_at(chunk.mean, np.float32)[super_group])
 
 
 def finish(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Tensor) -> None:
     """Write the mean over the workers into a chunk of ``out``; see `dynamiq_core.reference`."""
     view = chunk_arguments(plan, chunk)
     workers = np.float32(plan.workers)
-    for_each_range(_finish, plan.lengths[chunk], message.numpy(), slot, workers, view, gradient_arguments(out))
+    for_each_range(_finish, plan.lengths[chunk], message.data_ptr(), slot, workers, view, gradient_arguments(out))

@@ -14,10 +14,15 @@ from torch import Tensor
 
 from dynamiq_core.config import SUPER_GROUP
 from dynamiq_kernels.numba.compiling import device
-from dynamiq_kernels.numba.memory import bits_of, float_of, stack, window
+from dynamiq_kernels.numba.memory import array_at, bits_of, float_of, prefetch, stack
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+
+LINE = 64
+"""Bytes of a cache line."""
+AHEAD = 4
+"""Super-groups: one takes about as long as memory takes to answer."""
 
 ZERO = np.float32(0.0)
 HALF = np.float32(0.5)
@@ -31,19 +36,15 @@ INFINITY = 0x7F800000
 
 
 class Gradient(NamedTuple):
-    """A tensor as kernels see it: one of two arrays, the other one being empty, and which dtype it holds."""
+    """A tensor as kernels see it."""
 
-    wide: Any  # float32 [d]
-    narrow: Any  # uint16 [d]
-    kind: Any  # int64
+    address: Any  # int64
+    kind: Any  # int64, which dtype
 
 
 def gradient_arguments(x: Tensor) -> Gradient:
-    """What a kernel gets for a tensor [d] of a supported dtype; it shares the tensor's memory."""
-    x, kind = x.detach(), KINDS[x.dtype]
-    if kind == FLOAT32:
-        return Gradient(x.numpy(), np.empty(0, dtype=np.uint16), kind)
-    return Gradient(np.empty(0, dtype=np.float32), x.view(torch.int16).numpy().view(np.uint16), kind)
+    """What a kernel gets for a tensor [d] of a supported dtype: good as long as the tensor lives."""
+    return Gradient(x.data_ptr(), KINDS[x.dtype])
 
 
 @device
@@ -88,7 +89,7 @@ def to_float16(value: Any) -> Any:
 def read(values: Any, x: Any, start: Any, count: Any, mean: Any) -> None:
     """``x[start : start + count]`` less the mean as float32 [256]; what is beyond ``count`` means nothing."""
     if x.kind == FLOAT32:
-        wide = window(x.wide, start)
+        wide = array_at(x.address + 4 * start, np.float32)
         if count < SUPER_GROUP:
             for i in range(count):
                 values[i] = wide[i] - mean
@@ -96,9 +97,8 @@ def read(values: Any, x: Any, start: Any, count: Any, mean: Any) -> None:
             for i in range(SUPER_GROUP):
                 values[i] = wide[i] - mean
     else:
-        narrow = window(x.narrow, start)
+        narrow, padded = array_at(x.address + 2 * start, np.uint16), stack(256, np.uint16)
         if count < SUPER_GROUP:
-            padded = stack(256, np.uint16)
             for i in range(count):
                 padded[i] = narrow[i]
             narrow = padded
@@ -114,11 +114,11 @@ def read(values: Any, x: Any, start: Any, count: Any, mean: Any) -> None:
 def write(out: Any, values: Any, start: Any, count: Any, mean: Any) -> None:
     """The first ``count`` of float32 [256] plus the mean into ``out[start : start + count]``, rounded to its dtype."""
     if out.kind == FLOAT32:
-        wide = window(out.wide, start)
+        wide = array_at(out.address + 4 * start, np.float32)
         for i in range(count):
             wide[i] = values[i] + mean
     else:
-        narrow = window(out.narrow, start)
+        narrow = array_at(out.address + 2 * start, np.uint16)
         rounded = stack(256, np.uint16)
         if out.kind == BFLOAT16:
             for i in range(SUPER_GROUP):
@@ -128,6 +128,18 @@ def write(out: Any, values: Any, start: Any, count: Any, mean: Any) -> None:
                 rounded[i] = to_float16(values[i] + mean)
         for i in range(count):
             narrow[i] = rounded[i]
+
+
+@device
+def fetch_ahead(x: Any, k: Any, last: Any, chunk: Any) -> None:
+    """Ask for the coordinates of a super-group soon to come: their order is the plan's, which no processor foresees."""
+    start = np.int64(array_at(chunk.index, np.int32)[min(k + AHEAD, last - 1)]) * SUPER_GROUP
+    if x.kind == FLOAT32:
+        for line in range(4 * SUPER_GROUP // LINE):
+            prefetch(x.address + 4 * start + LINE * line)
+    else:
+        for line in range(2 * SUPER_GROUP // LINE):
+            prefetch(x.address + 2 * start + LINE * line)
 
 
 @device

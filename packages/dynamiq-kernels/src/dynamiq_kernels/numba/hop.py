@@ -14,8 +14,8 @@ from dynamiq_core.plan import DynamiQPlan
 from dynamiq_core.protocol import Received
 from dynamiq_kernels.numba.chunk import chunk_arguments, slot_arguments
 from dynamiq_kernels.numba.compiling import kernel
-from dynamiq_kernels.numba.floats import clear_padding, gradient_arguments, read
-from dynamiq_kernels.numba.memory import bytes_at, stack
+from dynamiq_kernels.numba.floats import clear_padding, fetch_ahead, gradient_arguments, read
+from dynamiq_kernels.numba.memory import array_at, stack
 from dynamiq_kernels.numba.quantise import add_message, write_message
 from dynamiq_kernels.numba.threads import for_each_range
 
@@ -23,15 +23,18 @@ ONE = np.float32(1.0)
 
 
 @kernel
-def _hop(first: Any, last: Any, x: Any, received: Any, slots: Any, slot: Any, chunk: Any, out: Any) -> None:
+def _hop(
+    first: Any, last: Any, x: Any, received: Any, messages: Any, slots: Any, slot: Any, chunk: Any, out: Any
+) -> None:
     for k in range(first, last):
         values = stack(256, np.float32)
-        super_group = np.int64(chunk.index[k])
+        super_group = np.int64(array_at(chunk.index, np.int32)[k])
         start = super_group * SUPER_GROUP
         count = min(chunk.numel - start, SUPER_GROUP)
-        read(values, x, start, count, chunk.mean[super_group])
-        for r in range(len(received)):
-            add_message(values, bytes_at(received[r]), k, slots[r], ONE, chunk)
+        fetch_ahead(x, k, last, chunk)
+        read(values, x, start, count, array_at(chunk.mean, np.float32)[super_group])
+        for r in range(received):
+            add_message(values, array_at(messages, np.int64)[r], k, array_at(slots, np.int64)[r], ONE, chunk)
         clear_padding(values, count)
         write_message(out, values, k, slot, chunk)
 
@@ -42,11 +45,17 @@ def decompress_accumulate_recompress(
     """Encode a chunk of ``x`` plus the received messages; see `dynamiq_core.reference`."""
     view = chunk_arguments(plan, chunk)
     used = view.scales_at + view.nonzero * (scales.group_bytes(plan.config.scales) + scales.SUPER_BYTES)
-    message = out.numpy()
-    addresses = np.array([m.data_ptr() for m, _ in received], dtype=np.int64)
-    slots = np.array([s for _, s in received], dtype=np.int64)
-    # Super-groups of width 0 come last and send nothing.
+    messages = np.array([received_message.data_ptr() for received_message, _ in received], dtype=np.int64)
+    slots = np.array([sender_slot for _, sender_slot in received], dtype=np.int64)
     for_each_range(
-        _hop, view.nonzero, gradient_arguments(x), addresses, slots, slot_arguments(plan, slot), view, message
+        _hop,
+        view.nonzero,  # super-groups of width 0 come last and send nothing
+        gradient_arguments(x),
+        len(received),
+        messages.ctypes.data,
+        slots.ctypes.data,
+        slot_arguments(plan, slot),
+        view,
+        out.data_ptr(),
     )
-    message[used:] = 0
+    out[used:].zero_()

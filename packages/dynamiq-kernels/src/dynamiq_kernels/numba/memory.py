@@ -1,8 +1,9 @@
-"""What Numba lacks for loops without allocation: arrays on the stack, windows into arrays, and a few instructions.
+"""What Numba lacks for loops without allocation: arrays on the stack and at addresses, and a few instructions.
 
-Arrays made here are bare pointers; nobody asks for their length. Those on the stack are known not to alias anything,
-and a window is indexed from zero, so that LLVM needs neither overlap checks at run time nor Python's rule for negative
-indices; both would keep loops from being vectorised. The instructions are portable LLVM, of no processor in particular.
+Kernels get addresses instead of NumPy arrays, whose reference counts would be kept within their loops. The arrays made
+here are bare pointers; nobody asks for their length. Those on the stack are known not to alias anything, and all are
+indexed from zero, so that LLVM needs neither overlap checks at run time nor Python's rule for negative indices; both
+would keep loops from being vectorised. The instructions are portable LLVM, of no processor in particular.
 """
 
 from __future__ import annotations
@@ -48,39 +49,29 @@ def stack(_typing: Any, count: Any, dtype: Any) -> Any:
         pointer.align = ALIGNMENT
         return _array(context, builder, signature.return_type, pointer)
 
-    return types.Array(element, 1, "C")(count, dtype), codegen
+    return _kind(element)(count, dtype), codegen
 
 
 @intrinsic
-def window(_typing: Any, array: Any, start: Any) -> Any:
-    """``array[start:]`` of a contiguous array, for an int64 start, unchecked."""
+def array_at(_typing: Any, address: Any, dtype: Any) -> Any:
+    """The array of elements of ``dtype`` that starts at an address (int64), which may be that of any byte."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = make_array(signature.args[0])(context, builder, args[0]).data
-        return _array(context, builder, signature.return_type, builder.gep(data, [args[1]]))
+        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        return _array(context, builder, signature.return_type, pointer)
 
-    return types.Array(array.dtype, 1, "C")(array, types.int64), codegen
+    return _kind(dtype.instance_type)(types.int64, dtype), codegen
 
 
 @intrinsic
 def recast(_typing: Any, array: Any, dtype: Any) -> Any:
-    """The memory of a contiguous array seen as another dtype; a message may start at any byte."""
+    """The memory of an array seen as another dtype."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = make_array(signature.args[0])(context, builder, args[0]).data
         return _array(context, builder, signature.return_type, data)
 
-    return types.Array(dtype.instance_type, 1, "C", aligned=False)(array, dtype), codegen
-
-
-@intrinsic
-def bytes_at(_typing: Any, address: Any) -> Any:
-    """The bytes from an address (int64) on, unchecked."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _array(context, builder, signature.return_type, builder.inttoptr(args[0], ir.IntType(8).as_pointer()))
-
-    return types.Array(types.uint8, 1, "C")(types.int64), codegen
+    return _kind(dtype.instance_type)(array, dtype), codegen
 
 
 @intrinsic
@@ -117,6 +108,20 @@ def multiply_add(_typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
+def prefetch(_typing: Any, address: Any) -> Any:
+    """Ask for the cache line at an address (int64); it need not be one."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        builder.call(function, [builder.inttoptr(args[0], byte), number(0), number(3), number(1)])
+        return _context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
 def largest_of_group(_typing: Any, values: Any, start: Any) -> Any:
     """Bits of the largest magnitude in ``values[start : start + 16]`` (float32): int32, ordered like magnitudes."""
 
@@ -134,28 +139,37 @@ def largest_of_group(_typing: Any, values: Any, start: Any) -> Any:
 
 @intrinsic
 def gather_bits(_typing: Any, codes: Any, start: Any, bit: Any) -> Any:
-    """Word of a plane: bit i of the result (uint32) says whether ``codes[start + i] & bit`` is not 0, i < 32."""
+    """Word of a plane: bit i of the result (uint32) is bit ``bit`` (int64) of ``codes[start + i]`` (uint8), i < 32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vector = builder.load(_vector_pointer(context, builder, signature, args), align=LANES)
-        masked = builder.and_(vector, _splat(builder, args[2]))
-        return builder.bitcast(builder.icmp_unsigned("!=", masked, ir.Constant(BYTES, None)), ir.IntType(32))
+        # Where there is no shift of bytes there is one of pairs; what enters a byte from below stays below its sign.
+        pairs = ir.VectorType(ir.IntType(16), LANES // 2)
+        codes = builder.load(_vector_pointer(context, builder, signature, args), align=1)
+        count = builder.trunc(builder.sub(ir.IntType(64)(7), args[2]), ir.IntType(16))
+        signs = builder.bitcast(builder.shl(builder.bitcast(codes, pairs), _splat(builder, count, pairs)), BYTES)
+        return builder.bitcast(builder.icmp_signed("<", signs, ir.Constant(BYTES, None)), ir.IntType(32))
 
-    return types.uint32(codes, types.int64, types.uint8), codegen
+    return types.uint32(codes, types.int64, types.int64), codegen
 
 
 @intrinsic
 def spread_bits(_typing: Any, codes: Any, start: Any, bit: Any, word: Any) -> Any:
-    """The reverse of `gather_bits`: ``codes[start + i] |= bit`` where bit i of ``word`` (uint32) is set, i < 32."""
+    """The reverse: set bit ``bit`` of ``codes[start + i]`` where bit i of ``word`` (uint32) is set, i < 32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _vector_pointer(context, builder, signature, args)
+        value = builder.trunc(builder.shl(ir.IntType(64)(1), args[2]), ir.IntType(8))
         present = builder.sext(builder.bitcast(args[3], BITS), BYTES)
-        spread = builder.and_(present, _splat(builder, args[2]))
-        builder.store(builder.or_(builder.load(pointer, align=LANES), spread), pointer, align=LANES)
+        codes = builder.or_(builder.load(pointer, align=1), builder.and_(present, _splat(builder, value, BYTES)))
+        builder.store(codes, pointer, align=1)
         return context.get_dummy_value()
 
-    return types.void(codes, types.int64, types.uint8, types.uint32), codegen
+    return types.void(codes, types.int64, types.int64, types.uint32), codegen
+
+
+def _kind(element: Any) -> Any:
+    # A message may start at any byte. Where LLVM knows more, as of arrays on the stack, it makes use of that.
+    return types.Array(element, 1, "C", aligned=False)
 
 
 def _array(context: Any, builder: Any, kind: Any, pointer: Any) -> Any:
@@ -178,6 +192,6 @@ def _vector_pointer(context: Any, builder: Any, signature: Any, args: Any) -> An
     return builder.bitcast(builder.gep(data, [args[1]]), BYTES.as_pointer())
 
 
-def _splat(builder: Any, value: Any) -> Any:
-    first = builder.insert_element(ir.Constant(BYTES, ir.Undefined), value, ir.IntType(32)(0))
-    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), LANES), None))
+def _splat(builder: Any, value: Any, kind: Any) -> Any:
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), kind.count), None))

@@ -13,7 +13,7 @@ import numpy as np
 from dynamiq_core.config import SUPER_GROUP
 from dynamiq_core.packing import PLANE
 from dynamiq_kernels.numba.compiling import device
-from dynamiq_kernels.numba.memory import LANES, gather_bits, recast, spread_bits, window
+from dynamiq_kernels.numba.memory import LANES, array_at, gather_bits, spread_bits
 
 WORDS = SUPER_GROUP // LANES
 
@@ -22,9 +22,9 @@ WORDS = SUPER_GROUP // LANES
 def write_planes(message: Any, codes: Any, width: Any, offset: Any) -> None:
     """The planes of codes (uint8 [256], on the stack) into the message."""
     for p in range(width):
-        plane = recast(window(message, offset + PLANE * p), np.uint32)
+        plane = array_at(message + offset + PLANE * p, np.uint32)
         for i in range(WORDS):
-            plane[i] = gather_bits(codes, LANES * i, np.uint8(1 << p))
+            plane[i] = gather_bits(codes, LANES * i, p)
 
 
 @device
@@ -33,6 +33,6 @@ def read_planes(codes: Any, message: Any, width: Any, offset: Any) -> None:
     for i in range(SUPER_GROUP):
         codes[i] = 0
     for p in range(width):
-        plane = recast(window(message, offset + PLANE * p), np.uint32)
+        plane = array_at(message + offset + PLANE * p, np.uint32)
         for i in range(WORDS):
-            spread_bits(codes, LANES * i, np.uint8(1 << p), plane[i])
+            spread_bits(codes, LANES * i, p, plane[i])

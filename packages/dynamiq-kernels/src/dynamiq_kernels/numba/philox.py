@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dynamiq_core import philox, rounding
-from dynamiq_kernels.numba.compiling import subroutine
+from dynamiq_kernels.numba.compiling import device
 
 LANES = np.uint64(rounding.LANES)
 ROUNDS = philox.ROUNDS
@@ -20,25 +20,30 @@ MASK = np.uint64(0xFFFFFFFF)
 WORD = np.uint64(32)
 
 
-@subroutine
+@device
 def philox_words(words: Any, super_group: Any, lanes: Any, domain: Any, key: Any) -> None:
     """The random words of the first lanes of a super-group.
 
     Args:
         words: uint64 [64], written: four words of 32 bits of every lane in turn, the low half being the earlier word.
         super_group: its index.
-        lanes: how many lanes; the words of the others stay.
+        lanes: how many lanes, an even number; the words of the others stay.
         domain: uint64, stream and slot.
         key: the `Key` of the all-reduce.
     """
     first = np.uint64(super_group) * LANES
-    for t in range(lanes):
-        c0, c1, c2, c3 = first + np.uint64(t) & MASK, key.bucket, domain, key.seed_high
+    half = lanes // 2
+    # Rounds of two lanes side by side: one alone would leave the multiplier idle while its results are on their way.
+    for t in range(half):
+        a0, a1, a2, a3 = first + np.uint64(t) & MASK, key.bucket, domain, key.seed_high
+        b0, b1, b2, b3 = first + np.uint64(t + half) & MASK, key.bucket, domain, key.seed_high
         k0, k1 = key.seed_low, key.step
         for _ in range(ROUNDS):
-            product_0, product_1 = MULTIPLIER_0 * c0, MULTIPLIER_1 * c2
-            c0, c1 = product_1 >> WORD ^ c1 ^ k0, product_1 & MASK
-            c2, c3 = product_0 >> WORD ^ c3 ^ k1, product_0 & MASK
+            p, r, q, s = MULTIPLIER_0 * a0, MULTIPLIER_0 * b0, MULTIPLIER_1 * a2, MULTIPLIER_1 * b2
+            a0, b0, a1, b1 = q >> WORD ^ a1 ^ k0, s >> WORD ^ b1 ^ k0, q & MASK, s & MASK
+            a2, b2, a3, b3 = p >> WORD ^ a3 ^ k1, r >> WORD ^ b3 ^ k1, p & MASK, r & MASK
             k0, k1 = k0 + WEYL_0 & MASK, k1 + WEYL_1 & MASK
-        words[2 * t] = c0 | c1 << WORD
-        words[2 * t + 1] = c2 | c3 << WORD
+        words[2 * t] = a0 | a1 << WORD
+        words[2 * t + 1] = a2 | a3 << WORD
+        words[2 * (t + half)] = b0 | b1 << WORD
+        words[2 * (t + half) + 1] = b2 | b3 << WORD

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from dynamiq_core.config import SUPER_GROUP
+from dynamiq_core.levels import COLUMNS
 from dynamiq_kernels.numba.compiling import device
-from dynamiq_kernels.numba.memory import bits_of, multiply_add, recast, stack
+from dynamiq_kernels.numba.memory import array_at, bits_of, multiply_add, recast, stack
 from dynamiq_kernels.numba.packing import read_planes, write_planes
 from dynamiq_kernels.numba.rounding import encoding_draws, one_plus, slot_draws
 from dynamiq_kernels.numba.scales import INFINITY, encode_scales, read_scales, write_scales
 
+LEVEL_BYTES = 4 * len(COLUMNS)
 ONE_AND_A_HALF = np.float32(1.5)
 ROUNDER = np.float32(1.5 * 2**23)
 """A sum with it has the nearest integer, ties to even, in its low bits."""
@@ -25,43 +27,42 @@ ROUNDER = np.float32(1.5 * 2**23)
 @device
 def add_message(values: Any, message: Any, k: Any, number: Any, divisor: Any, chunk: Any) -> None:
     """Add what a message carries for the k-th super-group of its chunk, divided by ``divisor``, to ``values`` [256]."""
-    width = np.int64(chunk.width[k])
+    width, offset = np.int64(array_at(chunk.width, np.int32)[k]), np.int64(array_at(chunk.offset, np.int32)[k])
     packed = stack(32, np.uint64)
     codes = recast(packed, np.uint8)
-    read_planes(codes, message, width, np.int64(chunk.offset[k]))
+    read_planes(codes, message, width, offset)
 
-    level = chunk.levels[width]
-    centre, inner_gap, bend, offset, dither = level[0], level[4], level[5], level[6], level[7]
+    level = array_at(chunk.levels + LEVEL_BYTES * width, np.float32)
+    centre, inner_gap, bend, knee, dither = level[0], level[4], level[5], level[6], level[7]
     gap = stack(16, np.float32)
     read_scales(gap, message, k, divisor, inner_gap, chunk)
 
     if chunk.dithered:
         words = stack(64, np.uint64)
-        slot_draws(words, chunk.index[k], number, chunk)
+        slot_draws(words, array_at(chunk.index, np.int32)[k], number, chunk)
         draw = recast(words, np.uint16)
         for i in range(SUPER_GROUP):
             m = np.float32(codes[i]) - centre
-            magnitude = abs(m)
-            distance = np.copysign(max(magnitude, multiply_add(magnitude, bend, -offset)), m)
+            distance = min(max(m, multiply_add(m, bend, -knee)), multiply_add(m, bend, knee))
             values[i] += multiply_add(ONE_AND_A_HALF - one_plus(draw[i]), dither, distance) * gap[i >> 4]
     else:
         for i in range(SUPER_GROUP):
             m = np.float32(codes[i]) - centre
-            magnitude = abs(m)
-            distance = np.copysign(max(magnitude, multiply_add(magnitude, bend, -offset)), m)
+            distance = min(max(m, multiply_add(m, bend, -knee)), multiply_add(m, bend, knee))
             values[i] += distance * gap[i >> 4]
 
 
 @device
 def write_message(message: Any, values: Any, k: Any, slot: Any, chunk: Any) -> None:
     """Quantise ``values`` [256] and write planes and scales of the k-th super-group into the message."""
-    super_group, width = chunk.index[k], np.int64(chunk.width[k])
+    super_group = array_at(chunk.index, np.int32)[k]
+    width, offset = np.int64(array_at(chunk.width, np.int32)[k]), np.int64(array_at(chunk.offset, np.int32)[k])
     scale_codes = stack(16, np.int32)
     inverse = stack(16, np.float32)
     super_scale = encode_scales(inverse, scale_codes, values, super_group, slot, chunk)
     write_scales(message, scale_codes, super_scale, k, chunk)
 
-    level = chunk.levels[width]
+    level = array_at(chunk.levels + LEVEL_BYTES * width, np.float32)
     centre, inner, outer, shift = level[0], level[1], level[2], level[3]
     packed = stack(32, np.uint64)
     codes = recast(packed, np.uint8)
@@ -75,7 +76,6 @@ def write_message(message: Any, values: Any, k: Any, slot: Any, chunk: Any) -> N
         centre -= ONE_AND_A_HALF
         for i in range(SUPER_GROUP):
             y = values[i] * inverse[i >> 4]
-            magnitude = abs(y)
-            position = np.copysign(min(magnitude * inner, magnitude * outer + shift), y)
+            position = max(min(y * inner, y * outer + shift), y * outer - shift)
             codes[i] = np.uint8(bits_of(position + (one_plus(draw[i]) + centre) + ROUNDER))
-    write_planes(message, codes, width, np.int64(chunk.offset[k]))
+    write_planes(message, codes, width, offset)

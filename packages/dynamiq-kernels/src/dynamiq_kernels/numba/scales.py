@@ -9,7 +9,7 @@ import numpy as np
 from dynamiq_core import scales
 from dynamiq_core.config import GROUP, GROUPS
 from dynamiq_kernels.numba.compiling import device
-from dynamiq_kernels.numba.memory import bits_of, float_of, largest_of_group, recast, stack, window
+from dynamiq_kernels.numba.memory import array_at, bits_of, float_of, largest_of_group, recast, stack
 from dynamiq_kernels.numba.rounding import one_plus, scale_draws
 
 ZERO = np.float32(0.0)
@@ -43,22 +43,22 @@ def ratio_of(code: Any) -> Any:
     bits = BITS_1 if quarter == 1 else BITS_0
     bits = BITS_2 if quarter == 2 else bits
     bits = BITS_3 if quarter == 3 else bits
-    return float_of(np.int32(bits - (code >> 2) * OCTAVE)) if code != ZERO_CODE else ZERO
+    bits = np.int32(bits - (code >> 2) * OCTAVE)
+    return float_of(np.int32(bits if code < ZERO_CODE else 0))
 
 
 @device
 def read_scales(gap: Any, message: Any, k: Any, divisor: Any, inner_gap: Any, chunk: Any) -> None:
     """The inner gaps of the groups of a chunk's k-th super-group, divided by ``divisor``: float32 [16]."""
     group_at, super_at = scale_addresses(k, chunk)
-    low, high = np.int32(message[super_at]), np.int32(message[super_at + 1])
-    top = float_of(np.int32(low << 16 | high << 24))
+    top = float_of(np.int32(np.int32(array_at(message + super_at, np.uint16)[0]) << 16))
     if chunk.linear:
         step = top * STEP
-        codes = window(message, group_at)
+        codes = array_at(message + group_at, np.uint8)
         for g in range(GROUPS):
             gap[g] = np.float32(codes[g]) * step / divisor * inner_gap
     else:
-        pairs = window(message, group_at)
+        pairs = array_at(message + group_at, np.uint8)
         for g in range(GROUPS // 2):
             gap[g] = top * ratio_of(np.int32(pairs[g]) & 15) / divisor * inner_gap
             gap[g + 8] = top * ratio_of(np.int32(pairs[g]) >> 4) / divisor * inner_gap
@@ -69,15 +69,14 @@ def write_scales(message: Any, codes: Any, super_scale: Any, k: Any, chunk: Any)
     """The scales of the k-th super-group of a chunk into the message."""
     group_at, super_at = scale_addresses(k, chunk)
     if chunk.linear:
-        out = window(message, group_at)
+        out = array_at(message + group_at, np.uint8)
         for g in range(GROUPS):
             out[g] = np.uint8(codes[g])
     else:
-        pairs = window(message, group_at)
+        pairs = array_at(message + group_at, np.uint8)
         for g in range(GROUPS // 2):
             pairs[g] = np.uint8(codes[g] | codes[g + 8] << 4)
-    message[super_at] = np.uint8(super_scale >> 16)
-    message[super_at + 1] = np.uint8(super_scale >> 24)
+    array_at(message + super_at, np.uint16)[0] = np.uint16(super_scale >> 16)
 
 
 @device
@@ -121,7 +120,7 @@ def encode_scales(inverse: Any, codes: Any, values: Any, super_group: Any, slot:
         for g in range(GROUPS):
             maximum = float_of(maxima[g])
             present = maximum >= SMALLEST and finite
-            octave = min(max(np.int32(rounded - maxima[g]) >> 23, 0), COARSEST >> 2)
+            octave = np.int32(min(max(np.int32(rounded - maxima[g]) >> 23, 0), COARSEST >> 2))
             moved = float_of(np.int32(maxima[g] + octave * OCTAVE))
             quarter, divisor = (1, step_1) if step_1 >= moved else (0, top)
             quarter, divisor = (2, step_2) if step_2 >= moved else (quarter, divisor)

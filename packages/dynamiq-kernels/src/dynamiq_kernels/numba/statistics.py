@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dynamiq_core.config import SUPER_GROUP
-from dynamiq_core.statistics import MEAN_BITS, SQUARE_SHIFT, super_groups
+from dynamiq_core.statistics import BYTES, MEAN_BITS, SQUARE_SHIFT, super_groups
 from dynamiq_kernels.numba.compiling import kernel
 from dynamiq_kernels.numba.floats import clear_padding, gradient_arguments, read, to_bfloat16
-from dynamiq_kernels.numba.memory import bits_of, float_of, stack
+from dynamiq_kernels.numba.memory import array_at, bits_of, float_of, stack
 from dynamiq_kernels.numba.threads import for_each_range
 
 ZERO = np.float32(0.0)
@@ -35,10 +35,11 @@ def _statistics(first: Any, last: Any, x: Any, numel: Any, rows: Any) -> None:
         largest = np.int32(0)
         for i in range(SUPER_GROUP):
             largest = max(largest, np.int32(bits_of(values[i]) & 0x7FFFFFFF))
+        row = array_at(rows + BYTES * j, np.uint16)
         exponent = largest >> 23
         if exponent == 255:
-            rows[j, 0] = NAN
-            rows[j, 1] = NAN
+            row[0] = NAN
+            row[1] = NAN
             continue
         biased = 254 + MEAN_BITS - exponent if exponent > MEAN_BITS else 253
         scale = float_of(np.int32(biased << 23))
@@ -51,14 +52,12 @@ def _statistics(first: Any, last: Any, x: Any, numel: Any, rows: Any) -> None:
             squares = np.int32(squares + r * r)
         mean = np.float32(total) / np.float32(count) * unit
         rms = np.sqrt(np.float32(squares) / np.float32(count)) * np.float32(unit * SQUARE_UNIT)
-        rows[j, 0] = to_bfloat16(np.float32(mean))
-        rows[j, 1] = to_bfloat16(np.float32(rms))
+        row[0] = to_bfloat16(np.float32(mean))
+        row[1] = to_bfloat16(np.float32(rms))
 
 
 def statistics(x: Tensor) -> Tensor:
     """bfloat16 [M, 2] of a tensor [d]; see `dynamiq_core.statistics`."""
     rows = torch.empty(super_groups(x.numel()), 2, dtype=torch.bfloat16)
-    for_each_range(
-        _statistics, len(rows), gradient_arguments(x), x.numel(), rows.view(torch.int16).numpy().view(np.uint16)
-    )
+    for_each_range(_statistics, len(rows), gradient_arguments(x), x.numel(), rows.data_ptr())
     return rows
