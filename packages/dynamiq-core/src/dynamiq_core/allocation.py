@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dynamiq_core.config import CodecConfig
+from dynamiq_core.constants import constant
 from dynamiq_core.packing import PLANE
 from dynamiq_core.scales import SUPER_BYTES, group_bytes
 
@@ -80,8 +81,8 @@ def allocate(energies: Tensor, capacities: Tensor, steps: Sequence[Step], lowest
     chunks, device = energies.shape[0], energies.device
     if not steps:
         return torch.full(energies.shape, lowest, dtype=torch.int32, device=device)
-    gains = torch.tensor([s.gain for s in steps], dtype=torch.float32, device=device)
-    prices = torch.tensor([s.bytes for s in steps], dtype=torch.int64, device=device)
+    gains = constant([s.gain for s in steps], torch.float32, device)
+    prices = constant([s.bytes for s in steps], torch.int64, device)
     keys = energies[:, None, :] * gains[:, None]  # [C, T, K]; falls along T and K
     threshold = _threshold(keys, prices, capacities)
     taken = keys >= threshold.view(torch.float32)[:, None, None]
@@ -90,7 +91,7 @@ def allocate(energies: Tensor, capacities: Tensor, steps: Sequence[Step], lowest
     ties = keys == (threshold - 1).view(torch.float32)[:, None, None]
     spent = (ties * prices[:, None]).flatten(1).cumsum(dim=1).view(ties.shape)
     taken |= ties & (keys > 0) & (spent <= left[:, None, None])
-    widths = torch.tensor([lowest, *(s.width for s in steps)], dtype=torch.int32, device=device)
+    widths = constant([lowest, *(s.width for s in steps)], torch.int32, device)
     return widths[taken.sum(dim=1)].view(chunks, -1)
 
 

@@ -9,7 +9,7 @@ from dynamiq_core.errors import InputError
 
 
 def vnmse(estimate: Tensor, exact: Tensor) -> float:
-    """Vector-normalised mean squared error |estimate - exact|**2 / |exact|**2, computed in float64.
+    """Vector-normalised mean squared error ``|estimate - exact|**2 / |exact|**2``, computed in float64.
 
     Args:
         estimate: any real tensor.

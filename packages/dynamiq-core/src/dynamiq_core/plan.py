@@ -13,6 +13,7 @@ from torch import Tensor
 from dynamiq_core import wire
 from dynamiq_core.allocation import allocate, cost, hull, normalised_errors
 from dynamiq_core.config import CodecConfig
+from dynamiq_core.constants import constant
 from dynamiq_core.packing import PLANE
 from dynamiq_core.rounding import Key
 from dynamiq_core.statistics import counts
@@ -34,7 +35,7 @@ class DynamiQPlan:
     workers: int
     numel: int
     sizes: tuple[int, ...]
-    """Bytes of each chunk's message."""
+    """How many bytes each chunk's message has."""
     lengths: tuple[int, ...]
     """Super-groups of each chunk."""
     mean: Tensor
@@ -105,12 +106,12 @@ def make_plan(
     sent = entries > 0 if config.widths[0] == 0 else present
     affordable = all(size >= cost(config.floor, config) * length for size, length in zip(sizes, lengths, strict=True))
     lowest, steps = hull(config, gain, floor=config.floor if affordable else 0)
-    capacities = torch.tensor(sizes, device=device) - cost(lowest, config) * sent.sum(dim=1)
+    capacities = constant(sizes, torch.int64, device) - cost(lowest, config) * sent.sum(dim=1)
     width = torch.where(sent, allocate(entries, capacities, steps, lowest), 0)
 
     planes = width.cumsum(dim=1) * PLANE
     nonzero = (width > 0).sum(dim=1)
-    errors = torch.tensor(normalised_errors(config), dtype=torch.float64, device=device) * gain
+    errors = constant(normalised_errors(config), torch.float64, device) * gain
     errors[0] = 1.0
     lost = torch.where(present, residual[index] * errors[width], 0.0).sum()
     return DynamiQPlan(

@@ -30,7 +30,7 @@ class Plan(Protocol):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each chunk's message: a function of (d, n, config) alone."""
+        """How many bytes each chunk's message has, a function of (d, n, config) alone."""
 
 
 P = TypeVar("P", bound=Plan)

@@ -83,7 +83,7 @@ def encode(values: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Ten
     draw = scale_draws(plan.key, index, slot=slot) if config.scales == "linear" else None
     coded = scales.encode_scales(maxima, config.scales, draw)
 
-    rows = level_table(config.bend).to(values.device)[width]
+    rows = level_table(config.bend).to(values.device, non_blocking=True)[width]
     # |y| <= 1: the scale is not below the entry, and an inverse rounded to nearest is at most half a unit too large.
     y = values * coded.inverse.repeat_interleave(GROUP, dim=1)
     u = thresholds(config, plan.key, index, slot=slot, workers=plan.workers)
@@ -99,7 +99,7 @@ def encode(values: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Ten
 def decode(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, divisor: int = 1) -> Tensor:
     """What a message carries, divided by ``divisor``: float32 [m, 256]."""
     config, index, width = plan.config, _index(plan, chunk), _width(plan, chunk)
-    rows = level_table(config.bend).to(message.device)[width]
+    rows = level_table(config.bend).to(message.device, non_blocking=True)[width]
     codes = packing.unpack(message, width, plan.offset[chunk, : len(index)])
     distance = distances(codes, rows)
     if config.rounding == "dithered":

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dynamiq_core.config import GROUPS, Scales
+from dynamiq_core.constants import constant
 from dynamiq_core.rounding import centred
 
 SUPER_BYTES = 2
@@ -64,7 +65,7 @@ def encode_scales(maxima: Tensor, scales: Scales, draw: Tensor | None = None) ->
     maxima = torch.where(finite[:, None] & (maxima >= SMALLEST), maxima, 0.0)
     top = super_scale.to(torch.float32)[:, None]
     if scales == "log":
-        ratios = torch.tensor(RATIOS, dtype=torch.float32, device=maxima.device)
+        ratios = constant(RATIOS, torch.float32, maxima.device)
         enough = top.unsqueeze(2) * ratios[1:] >= maxima.unsqueeze(2)
         code = torch.where((maxima > 0), enough.sum(dim=2), ZERO_CODE)
         code = torch.where(finite[:, None], code, 0)
@@ -83,7 +84,7 @@ def decode_scales(super_scale: Tensor, codes: Tensor, scales: Scales) -> Tensor:
     """Group scales: float32 [m, 16] from bfloat16 [m] and uint8 [m, 16]."""
     top = super_scale.to(torch.float32)[:, None]
     if scales == "log":
-        table = torch.tensor((*RATIOS, 0.0), dtype=torch.float32, device=codes.device)
+        table = constant((*RATIOS, 0.0), torch.float32, codes.device)
         return top * table[codes.to(torch.int64)]
     return codes.to(torch.float32) * (top * (1.0 / STEPS))
 

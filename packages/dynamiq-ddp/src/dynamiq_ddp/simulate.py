@@ -23,7 +23,7 @@ class SimulationResult(NamedTuple):
 
     Attributes:
         mean: [d], what every rank holds afterwards, in the dtype of the gradients.
-        vnmse: |mean - exact mean|**2 / |exact mean|**2, in double precision.
+        vnmse: ``|mean - exact mean|**2 / |exact mean|**2``, in double precision.
         bytes_sent: int64 [n], everything that each rank handed to the transport.
     """
 

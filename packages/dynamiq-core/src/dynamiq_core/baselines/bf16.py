@@ -30,7 +30,7 @@ class RangePlan(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each chunk's message."""
+        """How many bytes each chunk's message has."""
         return tuple((end - start) * self.itemsize for start, end in zip(self.bounds, self.bounds[1:], strict=False))
 
     def part(self, x: Tensor, chunk: int) -> Tensor:
