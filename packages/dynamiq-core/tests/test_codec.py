@@ -209,6 +209,7 @@ def test_padding_never_leaks(numel: int, codec: DynamiQ, plan_of, normal) -> Non
     for seed in range(2):
         buffer = torch.full((numel + 600,), math.nan)
         buffer[7 : 7 + numel] = normal(seed, numel)
+        buffer[6 + numel] = 40.0
         gradients.append(buffer[7 : 7 + numel])
     clean = [x.clone() for x in gradients]
     plan = plan_of(gradients, codec)
@@ -231,6 +232,7 @@ def test_padding_never_leaks(numel: int, codec: DynamiQ, plan_of, normal) -> Non
         results.append(out[9 : 9 + numel])
     assert torch.equal(*results)
     assert (results[0] != poison).all()
+    assert results[0][-1].item() == pytest.approx(40, abs=6)  # the last real coordinate is not written by the padding
 
 
 def test_a_chunk_writes_its_own_coordinates_and_no_other(codec: DynamiQ, plan_of, normal) -> None:

@@ -105,6 +105,17 @@ def test_what_is_too_small_for_a_reciprocal_counts_as_zero(scales: Scales) -> No
 
 
 @pytest.mark.parametrize("scales", ["log", "linear"])
+def test_a_small_group_beside_larger_ones_is_zero_rather_than_divided_by(scales: Scales) -> None:
+    """The reciprocal of 1e-39 is infinite, and zero times infinity would be the code of a NaN."""
+    maxima = torch.full((1, 16), 1e-36)
+    maxima[0, 3] = 1e-39
+    coded = encoded(maxima, scales, 0xFFFF)
+    assert torch.isfinite(coded.inverse).all()
+    assert coded.inverse[0, 3] == 0
+    assert decode_scales(coded.super_scale, coded.codes, scales)[0, 3] == 0
+
+
+@pytest.mark.parametrize("scales", ["log", "linear"])
 def test_near_the_largest_float(scales: Scales) -> None:
     maxima = torch.full((1, 16), torch.finfo(torch.float32).max)
     coded = encoded(maxima, scales)

@@ -48,6 +48,13 @@ def test_heavy_tails_and_constants(normal) -> None:
     assert_within_bounds(x)
 
 
+def test_small_values_beside_a_large_one() -> None:
+    """All the small ones are rounded alike, so their errors do not average out."""
+    rows = (0.25 + torch.arange(64) / 4096)[:, None].repeat(1, 256)
+    rows[:, 100] = 1.99
+    assert_within_bounds(rows.flatten())
+
+
 def test_zeros_are_zero() -> None:
     assert (statistics(torch.zeros(1000)) == 0).all()
 
@@ -84,6 +91,10 @@ def test_the_order_of_summation_does_not_matter(normal) -> None:
     rows = rows - rows.mean(dim=1, keepdim=True)
     order = normal(2, 500, 256).argsort(dim=1)
     assert torch.equal(statistics(rows.flatten()), statistics(rows.gather(1, order).flatten()))
+    # Partial sums of more than 24 bits that cancel to the last one: in float32 some would not.
+    half = 0.5 + 0.5 * torch.rand(500, 128, generator=torch.Generator().manual_seed(3))
+    cancelling = torch.cat((half, -half.flip(1)), dim=1).gather(1, order)
+    assert (statistics(cancelling.flatten())[:, 0] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
