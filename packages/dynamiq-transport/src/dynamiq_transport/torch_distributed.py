@@ -158,14 +158,19 @@ class TorchTransport(Transport):
         """Wait for what is still in flight, so that no message is lost when the process ends."""
         for handle in tuple(self._in_flight):
             handle.wait()
-        self.abort()
+        if self._owned and self._group is not None:
+            self._group.shutdown()
+        self._leave()
 
     def abort(self) -> None:
         """Leave without finishing anything; peers notice when the group ends or their timeout has passed."""
+        if self._owned and self._group is not None:
+            self._group.abort()
+        self._leave()
+
+    def _leave(self) -> None:
         self._in_flight.clear()
         self._closed = self._closed or "is closed"
-        if self._owned and self._group is not None:
-            self._group.shutdown()
         self._group = None  # with the last reference to a group its sockets and threads go
 
     def _post(self, operations: list[dist.P2POp]) -> list[dist.Work]:

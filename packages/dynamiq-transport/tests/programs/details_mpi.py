@@ -95,8 +95,8 @@ def test_bad_arguments() -> None:
         with pytest.raises(ValueError, match=f"part_bytes cannot be {part_bytes}"):
             MPITransport(part_bytes=part_bytes)
     with pytest.raises(ValueError, match="intra-communicator"):
-        MPITransport(MPI.COMM_NULL)
+        MPITransport(MPI.COMM_NULL)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout cannot be 0"):
         MPITransport(timeout=0)
     with pytest.raises(ValueError, match="intra-communicator"):
-        init_process_group_from_mpi(MPI.COMM_NULL)
+        init_process_group_from_mpi(MPI.COMM_NULL)  # type: ignore[arg-type]

@@ -13,13 +13,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but not listed in __all__
 
 from dynamiq_transport import TorchTransport
 
 
 def run_rank(rank: int, size: int, port: int, repeat: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=dist.PrefixStore(str(repeat), store), rank=rank, world_size=size)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=PrefixStore(str(repeat), store), rank=rank, world_size=size)
     after, before = (rank + 1) % size, (rank - 1) % size
     found = torch.zeros(200_000, dtype=torch.uint8)
     with TorchTransport.dedicated(timeout=60.0) as transport:

@@ -18,6 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not listed in __all__
 
 from dynamiq_transport import TorchTransport, Transport, TransportError
 
@@ -44,14 +45,14 @@ def main() -> None:
 
 
 def run_rank(rank: int, size: int, port: int, fault: str, pattern: str, timeout: float) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     victim = size // 2
 
     use_group(store, "warm-up", rank, size, timeout=60.0)  # whatever torch sets up once per process
     before = resources()
     caught: TransportError | None = None
     started = time.monotonic()
-    dist.init_process_group("gloo", store=dist.PrefixStore("first", store), rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=PrefixStore("first", store), rank=rank, world_size=size)
     transport = TorchTransport.dedicated(timeout=timeout)
     try:
         for _ in range(HEALTHY_STEPS):
@@ -93,8 +94,8 @@ def run_rank(rank: int, size: int, port: int, fault: str, pattern: str, timeout:
         os.write(1, (json.dumps(result) + "\n").encode())  # in one piece, since the ranks share the pipe
 
 
-def use_group(store: dist.Store, name: str, rank: int, size: int, timeout: float) -> None:
-    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
+def use_group(store: Store, name: str, rank: int, size: int, timeout: float) -> None:
+    dist.init_process_group("gloo", store=PrefixStore(name, store), rank=rank, world_size=size)
     with TorchTransport.dedicated(timeout=timeout) as transport:
         exchange(transport, "direct", BYTES)
     dist.destroy_process_group()
