@@ -16,12 +16,19 @@ from torch import Tensor
 from dynamiq_core import Codec, DynamiQ
 from dynamiq_core.baselines import BF16
 from dynamiq_ddp.route import find_route
+from dynamiq_kernels import operations, warmup
 from dynamiq_transport import Handle, Message, Transport, run_local
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of an interface, not an address
 torch.set_num_threads(1)  # ranks are threads already
 
 CODECS: dict[str, Callable[[], Codec[Any]]] = {"bf16": BF16, "dynamiq": DynamiQ}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """Compile the kernels once, and not in the middle of a test whose ranks wait for each other."""
+    warmup(operations())
 
 
 @pytest.fixture(params=CODECS)
