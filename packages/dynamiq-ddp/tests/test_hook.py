@@ -234,27 +234,19 @@ def test_lanes_do_not_change_the_result(lanes, ddp_ranks):
 
 
 def test_the_hook_returns_while_other_ranks_are_late(ddp_ranks):
-    """Gradients of later layers are handed over before the other rank has begun: nothing waits but the end."""
-    late = threading.Event()
-
-    class Marking(nn.Module):
-        def __init__(self, inner, group):
-            super().__init__()
-            self.inner, self.group = inner, group
-
-        def forward(self, x):
-            out = self.inner(x)
-            if self.group.rank() == 0:
-                x.register_hook(lambda grad: late.set())  # the backward pass has come to its end
-            return out
+    """Gradients of all layers are handed over before the other rank has begun: nothing waits but the end."""
+    handed_over = threading.Event()
+    last = 2  # before, DDP itself meets once to rebuild its buckets
 
     def work(group):
-        ddp, _ = wrap(Marking(layers(), group), group, cap=0.003)
-        for step in range(2):
-            if group.rank() == 1 and step == 1:
-                assert late.wait(30)
-            late.clear() if group.rank() == 1 else None
-            ddp(torch.ones(2, 24, requires_grad=True)).sum().backward()
+        ddp, _ = wrap(layers(), group, cap=0.003, timeout=20.0)
+        for step in range(last + 1):
+            x = torch.ones(2, 24, requires_grad=True)
+            if step == last and group.rank() == 0:
+                x.register_hook(lambda grad: handed_over.set())  # the gradient that backward computes last
+            if step == last and group.rank() == 1:
+                assert handed_over.wait(10)
+            ddp(x).sum().backward()
         return True
 
     assert ddp_ranks(2, work) == [True, True]
