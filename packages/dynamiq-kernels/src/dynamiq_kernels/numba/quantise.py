@@ -57,7 +57,7 @@ def write_message(message: Any, values: Any, k: Any, slot: Any, chunk: Any) -> N
     """Quantise ``values`` [256] and write planes and scales of the k-th super-group into the message."""
     super_group = array_at(chunk.index, np.int32)[k]
     width, offset = np.int64(array_at(chunk.width, np.int32)[k]), np.int64(array_at(chunk.offset, np.int32)[k])
-    scale_codes = stack(16, np.int32)
+    scale_codes = stack(2, np.uint64)
     inverse = stack(16, np.float32)
     super_scale = encode_scales(inverse, scale_codes, values, super_group, slot, chunk)
     write_scales(message, scale_codes, super_scale, k, chunk)
