@@ -16,6 +16,7 @@ from dynamiq_kernels.numba.chunk import chunk_arguments, slot_arguments
 from dynamiq_kernels.numba.compiling import kernel
 from dynamiq_kernels.numba.floats import clear_padding, fetch_ahead, gradient_arguments, read
 from dynamiq_kernels.numba.memory import array_at, stack
+from dynamiq_kernels.numba.philox import SIZE, expand_key
 from dynamiq_kernels.numba.quantise import add_message, write_message
 from dynamiq_kernels.numba.threads import for_each_range
 
@@ -26,6 +27,8 @@ ONE = np.float32(1.0)
 def _hop(
     first: Any, last: Any, x: Any, received: Any, messages: Any, slots: Any, slot: Any, chunk: Any, out: Any
 ) -> None:
+    keys = stack(SIZE, np.uint64)
+    expand_key(keys, chunk.key)
     for k in range(first, last):
         values = stack(256, np.float32)
         super_group = np.int64(array_at(chunk.index, np.int32)[k])
@@ -34,9 +37,9 @@ def _hop(
         fetch_ahead(x, k, last, chunk)
         read(values, x, start, count, array_at(chunk.mean, np.float32)[super_group])
         for r in range(received):
-            add_message(values, array_at(messages, np.int64)[r], k, array_at(slots, np.int64)[r], ONE, chunk)
+            add_message(values, array_at(messages, np.int64)[r], k, array_at(slots, np.int64)[r], ONE, chunk, keys)
         clear_padding(values, count)
-        write_message(out, values, k, slot, chunk)
+        write_message(out, values, k, slot, chunk, keys)
 
 
 def decompress_accumulate_recompress(

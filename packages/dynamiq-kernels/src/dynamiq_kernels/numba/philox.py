@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import types
 
 from dynamiq_core import philox, rounding
-from dynamiq_kernels.numba.compiling import subroutine
+from dynamiq_kernels.numba.compiling import device, subroutine
 from dynamiq_kernels.numba.memory import intrinsic, pointer_to
 from dynamiq_kernels.numba.vectors import I64, Vector
 
@@ -20,10 +21,23 @@ LANES = rounding.LANES
 TOGETHER = 16
 """Lanes that go through the rounds side by side."""
 MASK = 0xFFFFFFFF
+WEYL_0, WEYL_1 = philox.WEYL
+BUCKET, SEED_HIGH = 2 * philox.ROUNDS, 2 * philox.ROUNDS + 1
+SIZE = 22
+"""Words of an expanded key: two for every round, the bucket, the high word of the seed."""
+
+
+@device
+def expand_key(keys: Any, key: Any) -> None:
+    """The keys of the rounds and the constant words of the counter: uint64 [22]."""
+    for i in range(philox.ROUNDS):
+        keys[2 * i] = np.uint64((np.int64(key.seed_low) + i * WEYL_0) & MASK)
+        keys[2 * i + 1] = np.uint64((np.int64(key.step) + i * WEYL_1) & MASK)
+    keys[BUCKET], keys[SEED_HIGH] = key.bucket, key.seed_high
 
 
 @subroutine
-def philox_words(words: Any, super_group: Any, lanes: Any, domain: Any, key: Any) -> None:
+def philox_words(words: Any, super_group: Any, lanes: Any, domain: Any, keys: Any) -> None:
     """The random words of the first lanes of a super-group.
 
     Args:
@@ -31,33 +45,32 @@ def philox_words(words: Any, super_group: Any, lanes: Any, domain: Any, key: Any
         super_group: its index, int64.
         lanes: how many at least.
         domain: uint64, stream and slot.
-        key: the `Key` of the all-reduce.
+        keys: as `expand_key` writes them.
     """
     for lane in range(0, lanes, TOGETHER):
-        lane_words(words, lane, super_group, domain, key)
+        lane_words(words, lane, super_group, domain, keys)
 
 
 @intrinsic
-def lane_words(_typing: Any, words: Any, lane: Any, super_group: Any, domain: Any, key: Any) -> Any:
+def lane_words(_typing: Any, words: Any, lane: Any, super_group: Any, domain: Any, keys: Any) -> Any:
     """The random words of the lanes from ``lane`` (int64) on; other arguments as in `philox_words`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        words, lane, super_group, domain, key = args
-        low, high, step, bucket = (builder.extract_value(key, i) for i in range(4))
+        words, lane, super_group, domain, keys = args
+
+        def key(i: int) -> Any:
+            return builder.load(pointer_to(context, builder, signature.args[4], keys, I64(i)))
+
         first = builder.add(builder.mul(super_group, I64(LANES)), lane)
         c0 = (Vector.of(builder, I64, range(TOGETHER)) + first) & MASK
-        c1, c2, c3 = (Vector.equal(builder, word, TOGETHER) for word in (bucket, domain, high))
+        c1, c2, c3 = (Vector.equal(builder, word, TOGETHER) for word in (key(BUCKET), domain, key(SEED_HIGH)))
         for i in range(philox.ROUNDS):
-            k0, k1 = (
-                builder.and_(builder.add(word, I64(i * weyl & MASK)), I64(MASK))
-                for word, weyl in zip((low, step), philox.WEYL, strict=True)
-            )
             product_0, product_1 = c0 * philox.MULTIPLIERS[0], c2 * philox.MULTIPLIERS[1]
-            c0, c1 = product_1 >> 32 ^ (c1 ^ k0), product_1 & MASK
-            c2, c3 = product_0 >> 32 ^ (c3 ^ k1), product_0 & MASK
+            c0, c1 = product_1 >> 32 ^ (c1 ^ key(2 * i)), product_1 & MASK
+            c2, c3 = product_0 >> 32 ^ (c3 ^ key(2 * i + 1)), product_0 & MASK
         order = (i for t in range(TOGETHER) for i in (t, TOGETHER + t))
         pairs = (c0 | c1 << 32).shuffle(c2 | c3 << 32, order)
         pairs.store(pointer_to(context, builder, signature.args[0], words, builder.mul(lane, I64(2))))
         return context.get_dummy_value()
 
-    return types.void(words, types.int64, types.int64, types.uint64, key), codegen
+    return types.void(words, types.int64, types.int64, types.uint64, keys), codegen

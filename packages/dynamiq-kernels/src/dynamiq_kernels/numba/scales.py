@@ -139,7 +139,7 @@ def group_maxima(_typing: Any, maxima: Any, values: Any) -> Any:
 
 
 @device
-def encode_scales(inverse: Any, codes: Any, values: Any, super_group: Any, slot: Any, chunk: Any) -> Any:
+def encode_scales(inverse: Any, codes: Any, values: Any, super_group: Any, slot: Any, chunk: Any, keys: Any) -> Any:
     """Scales of float32 [256].
 
     Args:
@@ -149,6 +149,7 @@ def encode_scales(inverse: Any, codes: Any, values: Any, super_group: Any, slot:
         super_group: which super-group, for the draws of linear scales.
         slot: of the encoding.
         chunk: the plan.
+        keys: of the draws.
 
     Returns:
         Bits of the super scale: int32.
@@ -163,7 +164,7 @@ def encode_scales(inverse: Any, codes: Any, values: Any, super_group: Any, slot:
     super_scale = min((largest + 0xFFFF) & -0x10000, LARGEST) if largest >= SMALLEST else 0
     if chunk.linear:
         words = stack(64, np.uint64)
-        scale_draws(words, super_group, slot, chunk)
+        scale_draws(words, super_group, slot, keys)
         linear_scales(inverse, codes, maxima, STEPS / float_of(np.int32(super_scale)), words)
     else:
         log_scales(inverse, codes, maxima, np.int32(super_scale))
