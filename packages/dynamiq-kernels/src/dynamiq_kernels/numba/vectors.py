@@ -124,9 +124,11 @@ class Vector:
 
 def larger(a: Vector, b: Any) -> Vector:
     """The larger of every two elements; of the other operand if an element is NaN."""
-    return (a >= b).where(a, b)
+    mask: Vector = a >= b
+    return mask.where(a, b)
 
 
 def smaller(a: Vector, b: Any) -> Vector:
     """The smaller of every two elements; of the other operand if an element is NaN."""
-    return (a < b).where(a, b)
+    mask: Vector = a < b
+    return mask.where(a, b)
