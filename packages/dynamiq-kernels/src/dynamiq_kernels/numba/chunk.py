@@ -54,9 +54,9 @@ def chunk_arguments(plan: DynamiQPlan, chunk: int) -> Chunk:
     """What a kernel gets for a chunk: good as long as the plan lives."""
     config, (seed, step, bucket) = plan.config, plan.key
     return Chunk(
-        index=plan.index[chunk].data_ptr(),
-        width=plan.width[chunk].data_ptr(),
-        offset=plan.offset[chunk].data_ptr(),
+        index=_row(plan.index, chunk),
+        width=_row(plan.width, chunk),
+        offset=_row(plan.offset, chunk),
         mean=plan.mean.data_ptr(),
         levels=_levels(config.bend).data_ptr(),
         scales_at=int(plan.scales_at.numpy()[chunk]),
@@ -66,6 +66,11 @@ def chunk_arguments(plan: DynamiQPlan, chunk: int) -> Chunk:
         dithered=config.rounding == "dithered",
         key=Key(*(np.uint64(word & 0xFFFFFFFF) for word in (seed, seed >> 32, step, bucket))),
     )
+
+
+def _row(table: Tensor, chunk: int) -> int:
+    """The address of a row of an int32 table [C, K]."""
+    return table.data_ptr() + 4 * table.stride(0) * chunk
 
 
 @cache

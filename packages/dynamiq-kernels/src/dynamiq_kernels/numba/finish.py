@@ -13,6 +13,7 @@ from dynamiq_kernels.numba.chunk import chunk_arguments
 from dynamiq_kernels.numba.compiling import kernel
 from dynamiq_kernels.numba.floats import fetch_ahead, gradient_arguments, write
 from dynamiq_kernels.numba.memory import array_at, stack
+from dynamiq_kernels.numba.philox import SIZE, expand_key
 from dynamiq_kernels.numba.quantise import add_message
 from dynamiq_kernels.numba.threads import for_each_range
 
@@ -21,6 +22,8 @@ ZERO = np.float32(0.0)
 
 @kernel
 def _finish(first: Any, last: Any, message: Any, slot: Any, workers: Any, chunk: Any, out: Any) -> None:
+    keys = stack(SIZE, np.uint64)
+    expand_key(keys, chunk.key)
     for k in range(first, last):
         values = stack(256, np.float32)
         super_group = np.int64(array_at(chunk.index, np.int32)[k])
@@ -29,7 +32,7 @@ def _finish(first: Any, last: Any, message: Any, slot: Any, workers: Any, chunk:
         for i in range(SUPER_GROUP):
             values[i] = ZERO
         if array_at(chunk.width, np.int32)[k] > 0:
-            add_message(values, message, k, slot, workers, chunk)
+            add_message(values, message, k, slot, workers, chunk, keys)
         write(out, values, start, min(chunk.numel - start, SUPER_GROUP), array_at(chunk.mean, np.float32)[super_group])
 
 

@@ -16,16 +16,19 @@ from dynamiq_kernels.numba.chunk import chunk_arguments, slot_arguments
 from dynamiq_kernels.numba.compiling import kernel
 from dynamiq_kernels.numba.floats import clear_padding, fetch_ahead, gradient_arguments, read
 from dynamiq_kernels.numba.memory import array_at, stack
+from dynamiq_kernels.numba.philox import SIZE, expand_key
 from dynamiq_kernels.numba.quantise import add_message, write_message
 from dynamiq_kernels.numba.threads import for_each_range
 
+SOURCE_BYTES = 16
+"""A received message is two int64: its address and its sender's slot."""
 ONE = np.float32(1.0)
 
 
 @kernel
-def _hop(
-    first: Any, last: Any, x: Any, received: Any, messages: Any, slots: Any, slot: Any, chunk: Any, out: Any
-) -> None:
+def _hop(first: Any, last: Any, x: Any, received: Any, sources: Any, slot: Any, chunk: Any, out: Any) -> None:
+    keys = stack(SIZE, np.uint64)
+    expand_key(keys, chunk.key)
     for k in range(first, last):
         values = stack(256, np.float32)
         super_group = np.int64(array_at(chunk.index, np.int32)[k])
@@ -34,9 +37,10 @@ def _hop(
         fetch_ahead(x, k, last, chunk)
         read(values, x, start, count, array_at(chunk.mean, np.float32)[super_group])
         for r in range(received):
-            add_message(values, array_at(messages, np.int64)[r], k, array_at(slots, np.int64)[r], ONE, chunk)
+            source = array_at(sources + SOURCE_BYTES * r, np.int64)
+            add_message(values, source[0], k, source[1], ONE, chunk, keys)
         clear_padding(values, count)
-        write_message(out, values, k, slot, chunk)
+        write_message(out, values, k, slot, chunk, keys)
 
 
 def decompress_accumulate_recompress(
@@ -45,15 +49,13 @@ def decompress_accumulate_recompress(
     """Encode a chunk of ``x`` plus the received messages; see `dynamiq_core.reference`."""
     view = chunk_arguments(plan, chunk)
     used = view.scales_at + view.nonzero * (scales.group_bytes(plan.config.scales) + scales.SUPER_BYTES)
-    messages = np.array([received_message.data_ptr() for received_message, _ in received], dtype=np.int64)
-    slots = np.array([sender_slot for _, sender_slot in received], dtype=np.int64)
+    sources = np.array([(m.data_ptr(), sender_slot) for m, sender_slot in received], dtype=np.int64)
     for_each_range(
         _hop,
         view.nonzero,  # super-groups of width 0 come last and send nothing
         gradient_arguments(x),
         len(received),
-        messages.ctypes.data,
-        slots.ctypes.data,
+        sources.ctypes.data,
         slot_arguments(plan, slot),
         view,
         out.data_ptr(),

@@ -16,8 +16,6 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.np import arrayobj
 
-from dynamiq_core import config
-
 intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.extending.intrinsic
 literal_intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = numba.extending.intrinsic(prefer_literal=True)
 make_array: Any = arrayobj.make_array
@@ -25,14 +23,6 @@ populate_array: Any = arrayobj.populate_array
 
 ALIGNMENT = 64
 """Of arrays on the stack, in bytes: a cache line, and no less than any vector register."""
-
-GROUP = config.GROUP
-
-LANES = 32
-"""Codes whose bits make up one word of a plane."""
-
-BYTES = ir.VectorType(ir.IntType(8), LANES)
-BITS = ir.VectorType(ir.IntType(1), LANES)
 
 
 @literal_intrinsic
@@ -121,52 +111,6 @@ def prefetch(_typing: Any, address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-@intrinsic
-def largest_of_group(_typing: Any, values: Any, start: Any) -> Any:
-    """Bits of the largest magnitude in ``values[start : start + 16]`` (float32): int32, ordered like magnitudes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(ir.IntType(32), GROUP)
-        data = make_array(signature.args[0])(context, builder, args[0]).data
-        pointer = builder.bitcast(builder.gep(data, [args[1]]), kind.as_pointer())
-        magnitudes = builder.and_(builder.load(pointer, align=4), ir.Constant(kind, [0x7FFFFFFF] * GROUP))
-        reduce = ir.FunctionType(ir.IntType(32), [kind])
-        largest = builder.module.declare_intrinsic(f"llvm.vector.reduce.umax.v{GROUP}i32", (), reduce)
-        return builder.call(largest, [magnitudes])
-
-    return types.int32(values, types.int64), codegen
-
-
-@intrinsic
-def gather_bits(_typing: Any, codes: Any, start: Any, bit: Any) -> Any:
-    """Word of a plane: bit i of the result (uint32) is bit ``bit`` (int64) of ``codes[start + i]`` (uint8), i < 32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # Where there is no shift of bytes there is one of pairs; what enters a byte from below stays below its sign.
-        pairs = ir.VectorType(ir.IntType(16), LANES // 2)
-        codes = builder.load(_vector_pointer(context, builder, signature, args), align=1)
-        count = builder.trunc(builder.sub(ir.IntType(64)(7), args[2]), ir.IntType(16))
-        signs = builder.bitcast(builder.shl(builder.bitcast(codes, pairs), _splat(builder, count, pairs)), BYTES)
-        return builder.bitcast(builder.icmp_signed("<", signs, ir.Constant(BYTES, None)), ir.IntType(32))
-
-    return types.uint32(codes, types.int64, types.int64), codegen
-
-
-@intrinsic
-def spread_bits(_typing: Any, codes: Any, start: Any, bit: Any, word: Any) -> Any:
-    """The reverse: set bit ``bit`` of ``codes[start + i]`` where bit i of ``word`` (uint32) is set, i < 32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _vector_pointer(context, builder, signature, args)
-        value = builder.trunc(builder.shl(ir.IntType(64)(1), args[2]), ir.IntType(8))
-        present = builder.sext(builder.bitcast(args[3], BITS), BYTES)
-        codes = builder.or_(builder.load(pointer, align=1), builder.and_(present, _splat(builder, value, BYTES)))
-        builder.store(codes, pointer, align=1)
-        return context.get_dummy_value()
-
-    return types.void(codes, types.int64, types.int64, types.uint32), codegen
-
-
 def _kind(element: Any) -> Any:
     # A message may start at any byte. Where LLVM knows more, as of arrays on the stack, it makes use of that.
     return types.Array(element, 1, "C", aligned=False)
@@ -187,11 +131,6 @@ def _array(context: Any, builder: Any, kind: Any, pointer: Any) -> Any:
     return array._getvalue()
 
 
-def _vector_pointer(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    data = make_array(signature.args[0])(context, builder, args[0]).data
-    return builder.bitcast(builder.gep(data, [args[1]]), BYTES.as_pointer())
-
-
-def _splat(builder: Any, value: Any, kind: Any) -> Any:
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.IntType(32)(0))
-    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), kind.count), None))
+def pointer_to(context: Any, builder: Any, kind: Any, array: Any, start: Any) -> Any:
+    """The pointer to an element of an array of a Numba type, within an intrinsic."""
+    return builder.gep(make_array(kind)(context, builder, array).data, [start])

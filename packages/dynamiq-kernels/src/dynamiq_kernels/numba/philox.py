@@ -1,6 +1,8 @@
 """Philox 4x32-10 for the lanes of a super-group, equal to `dynamiq_core.philox`.
 
 Words are held in 64-bit lanes: a 32 x 32 bit product is then one vector instruction, and its halves a shift apart.
+Several vectors go through the rounds side by side, since one alone would wait for its products; and there is one copy
+of them in a kernel, since unrolled rounds take a good part of what a processor keeps decoded.
 """
 
 from __future__ import annotations
@@ -8,42 +10,67 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import types
 
 from dynamiq_core import philox, rounding
-from dynamiq_kernels.numba.compiling import device
+from dynamiq_kernels.numba.compiling import device, subroutine
+from dynamiq_kernels.numba.memory import intrinsic, pointer_to
+from dynamiq_kernels.numba.vectors import I64, Vector
 
-LANES = np.uint64(rounding.LANES)
-ROUNDS = philox.ROUNDS
-MULTIPLIER_0, MULTIPLIER_1 = (np.uint64(multiplier) for multiplier in philox.MULTIPLIERS)
-WEYL_0, WEYL_1 = (np.uint64(weyl) for weyl in philox.WEYL)
-MASK = np.uint64(0xFFFFFFFF)
-WORD = np.uint64(32)
+LANES = rounding.LANES
+TOGETHER = 16
+"""Lanes that go through the rounds side by side."""
+MASK = 0xFFFFFFFF
+WEYL_0, WEYL_1 = philox.WEYL
+BUCKET, SEED_HIGH = 2 * philox.ROUNDS, 2 * philox.ROUNDS + 1
+SIZE = 22
+"""Words of an expanded key: two for every round, the bucket, the high word of the seed."""
 
 
 @device
-def philox_words(words: Any, super_group: Any, lanes: Any, domain: Any, key: Any) -> None:
+def expand_key(keys: Any, key: Any) -> None:
+    """The keys of the rounds and the constant words of the counter: uint64 [22]."""
+    for i in range(philox.ROUNDS):
+        keys[2 * i] = np.uint64((np.int64(key.seed_low) + i * WEYL_0) & MASK)
+        keys[2 * i + 1] = np.uint64((np.int64(key.step) + i * WEYL_1) & MASK)
+    keys[BUCKET], keys[SEED_HIGH] = key.bucket, key.seed_high
+
+
+@subroutine
+def philox_words(words: Any, super_group: Any, lanes: Any, domain: Any, keys: Any) -> None:
     """The random words of the first lanes of a super-group.
 
     Args:
         words: uint64 [64], written: four words of 32 bits of every lane in turn, the low half being the earlier word.
-        super_group: its index.
-        lanes: how many lanes, an even number; the words of the others stay.
+        super_group: its index, int64.
+        lanes: how many at least.
         domain: uint64, stream and slot.
-        key: the `Key` of the all-reduce.
+        keys: as `expand_key` writes them.
     """
-    first = np.uint64(super_group) * LANES
-    half = lanes // 2
-    # Rounds of two lanes side by side: one alone would leave the multiplier idle while its results are on their way.
-    for t in range(half):
-        a0, a1, a2, a3 = first + np.uint64(t) & MASK, key.bucket, domain, key.seed_high
-        b0, b1, b2, b3 = first + np.uint64(t + half) & MASK, key.bucket, domain, key.seed_high
-        k0, k1 = key.seed_low, key.step
-        for _ in range(ROUNDS):
-            p, r, q, s = MULTIPLIER_0 * a0, MULTIPLIER_0 * b0, MULTIPLIER_1 * a2, MULTIPLIER_1 * b2
-            a0, b0, a1, b1 = q >> WORD ^ a1 ^ k0, s >> WORD ^ b1 ^ k0, q & MASK, s & MASK
-            a2, b2, a3, b3 = p >> WORD ^ a3 ^ k1, r >> WORD ^ b3 ^ k1, p & MASK, r & MASK
-            k0, k1 = k0 + WEYL_0 & MASK, k1 + WEYL_1 & MASK
-        words[2 * t] = a0 | a1 << WORD
-        words[2 * t + 1] = a2 | a3 << WORD
-        words[2 * (t + half)] = b0 | b1 << WORD
-        words[2 * (t + half) + 1] = b2 | b3 << WORD
+    for lane in range(0, lanes, TOGETHER):
+        lane_words(words, lane, super_group, domain, keys)
+
+
+@intrinsic
+def lane_words(_typing: Any, words: Any, lane: Any, super_group: Any, domain: Any, keys: Any) -> Any:
+    """The random words of the lanes from ``lane`` (int64) on; other arguments as in `philox_words`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words, lane, super_group, domain, keys = args
+
+        def key(i: int) -> Any:
+            return builder.load(pointer_to(context, builder, signature.args[4], keys, I64(i)))
+
+        first = builder.add(builder.mul(super_group, I64(LANES)), lane)
+        c0 = (Vector.of(builder, I64, range(TOGETHER)) + first) & MASK
+        c1, c2, c3 = (Vector.equal(builder, word, TOGETHER) for word in (key(BUCKET), domain, key(SEED_HIGH)))
+        for i in range(philox.ROUNDS):
+            product_0, product_1 = c0 * philox.MULTIPLIERS[0], c2 * philox.MULTIPLIERS[1]
+            c0, c1 = product_1 >> 32 ^ (c1 ^ key(2 * i)), product_1 & MASK
+            c2, c3 = product_0 >> 32 ^ (c3 ^ key(2 * i + 1)), product_0 & MASK
+        order = (i for t in range(TOGETHER) for i in (t, TOGETHER + t))
+        pairs = (c0 | c1 << 32).shuffle(c2 | c3 << 32, order)
+        pairs.store(pointer_to(context, builder, signature.args[0], words, builder.mul(lane, I64(2))))
+        return context.get_dummy_value()
+
+    return types.void(words, types.int64, types.int64, types.uint64, keys), codegen

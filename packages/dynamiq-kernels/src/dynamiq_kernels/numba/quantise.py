@@ -25,7 +25,7 @@ ROUNDER = np.float32(1.5 * 2**23)
 
 
 @device
-def add_message(values: Any, message: Any, k: Any, number: Any, divisor: Any, chunk: Any) -> None:
+def add_message(values: Any, message: Any, k: Any, number: Any, divisor: Any, chunk: Any, keys: Any) -> None:
     """Add what a message carries for the k-th super-group of its chunk, divided by ``divisor``, to ``values`` [256]."""
     width, offset = np.int64(array_at(chunk.width, np.int32)[k]), np.int64(array_at(chunk.offset, np.int32)[k])
     packed = stack(32, np.uint64)
@@ -39,7 +39,7 @@ def add_message(values: Any, message: Any, k: Any, number: Any, divisor: Any, ch
 
     if chunk.dithered:
         words = stack(64, np.uint64)
-        slot_draws(words, array_at(chunk.index, np.int32)[k], number, chunk)
+        slot_draws(words, array_at(chunk.index, np.int32)[k], number, keys)
         draw = recast(words, np.uint16)
         for i in range(SUPER_GROUP):
             m = np.float32(codes[i]) - centre
@@ -53,13 +53,13 @@ def add_message(values: Any, message: Any, k: Any, number: Any, divisor: Any, ch
 
 
 @device
-def write_message(message: Any, values: Any, k: Any, slot: Any, chunk: Any) -> None:
+def write_message(message: Any, values: Any, k: Any, slot: Any, chunk: Any, keys: Any) -> None:
     """Quantise ``values`` [256] and write planes and scales of the k-th super-group into the message."""
     super_group = array_at(chunk.index, np.int32)[k]
     width, offset = np.int64(array_at(chunk.width, np.int32)[k]), np.int64(array_at(chunk.offset, np.int32)[k])
-    scale_codes = stack(16, np.int32)
+    scale_codes = stack(2, np.uint64)
     inverse = stack(16, np.float32)
-    super_scale = encode_scales(inverse, scale_codes, values, super_group, slot, chunk)
+    super_scale = encode_scales(inverse, scale_codes, values, super_group, slot, chunk, keys)
     write_scales(message, scale_codes, super_scale, k, chunk)
 
     level = array_at(chunk.levels + LEVEL_BYTES * width, np.float32)
@@ -71,7 +71,7 @@ def write_message(message: Any, values: Any, k: Any, slot: Any, chunk: Any) -> N
             codes[i] = 0
     else:
         words = stack(64, np.uint64)
-        encoding_draws(words, super_group, slot, chunk)
+        encoding_draws(words, super_group, slot, keys)
         draw = recast(words, np.uint16)
         centre -= ONE_AND_A_HALF
         for i in range(SUPER_GROUP):

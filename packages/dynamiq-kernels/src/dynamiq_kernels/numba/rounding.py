@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dynamiq_core.config import SUPER_GROUP
-from dynamiq_core.rounding import Stream
+from dynamiq_core.rounding import LANES, Stream
 from dynamiq_kernels.numba.compiling import device
 from dynamiq_kernels.numba.memory import float_of, recast, stack
 from dynamiq_kernels.numba.philox import philox_words
@@ -28,18 +28,18 @@ def one_plus(draw: Any) -> Any:
 
 
 @device
-def slot_draws(words: Any, super_group: Any, number: Any, chunk: Any) -> None:
+def slot_draws(words: Any, super_group: Any, number: Any, keys: Any) -> None:
     """The draws of a slot's own stream: uint64 [64], four in each."""
-    philox_words(words, super_group, 32, np.uint64(number), chunk.key)
+    philox_words(words, np.int64(super_group), LANES, np.uint64(number), keys)
 
 
 @device
-def encoding_draws(words: Any, super_group: Any, slot: Any, chunk: Any) -> None:
+def encoding_draws(words: Any, super_group: Any, slot: Any, keys: Any) -> None:
     """The draws under which a slot encodes: those of its own stream, or stratified among the slots: uint64 [64]."""
-    slot_draws(words, super_group, slot.number, chunk)
+    slot_draws(words, super_group, slot.number, keys)
     if slot.part > 0:
         turns = stack(64, np.uint64)
-        philox_words(turns, super_group, 32, np.uint64(ROTATION), chunk.key)
+        philox_words(turns, np.int64(super_group), LANES, np.uint64(ROTATION), keys)
         draw, turn = recast(words, np.uint16), recast(turns, np.uint16)
         for i in range(SUPER_GROUP):
             rotation = (np.uint32(turn[i]) * slot.workers >> SIXTEEN) * slot.part
@@ -47,6 +47,6 @@ def encoding_draws(words: Any, super_group: Any, slot: Any, chunk: Any) -> None:
 
 
 @device
-def scale_draws(words: Any, super_group: Any, slot: Any, chunk: Any) -> None:
+def scale_draws(words: Any, super_group: Any, slot: Any, keys: Any) -> None:
     """The draws of the 16 groups: the first four of uint64 [64]."""
-    philox_words(words, super_group, SCALE_LANES, np.uint64(SCALE | slot.number), chunk.key)
+    philox_words(words, np.int64(super_group), SCALE_LANES, np.uint64(SCALE | slot.number), keys)

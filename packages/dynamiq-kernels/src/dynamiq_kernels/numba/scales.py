@@ -1,32 +1,43 @@
-"""Scales of the 16 groups, equal to `dynamiq_core.scales`."""
+"""Scales of the 16 groups, equal to `dynamiq_core.scales`.
+
+A step of the logarithmic scales is a quarter of an octave. Within an octave there are four ratios; those of lower
+octaves have the same mantissas, so that neither direction needs a table or a search.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from numba import types
 
 from dynamiq_core import scales
 from dynamiq_core.config import GROUP, GROUPS
 from dynamiq_kernels.numba.compiling import device
-from dynamiq_kernels.numba.memory import array_at, bits_of, float_of, largest_of_group, recast, stack
-from dynamiq_kernels.numba.rounding import one_plus, scale_draws
+from dynamiq_kernels.numba.memory import array_at, float_of, intrinsic, pointer_to, stack
+from dynamiq_kernels.numba.rounding import ODD_ONE, scale_draws
+from dynamiq_kernels.numba.vectors import F32, I8, I16, I32, I64, Vector, larger, smaller
 
 ZERO = np.float32(0.0)
-ONE = np.float32(1.0)
-BITS_0, BITS_1, BITS_2, BITS_3 = (np.int32(b) for b in np.array(scales.RATIOS[:4], dtype=np.float32).view(np.int32))
-"""Bits of the ratios within an octave; those of lower octaves are the same but for their exponent."""
+RATIO_BITS = tuple(int(bits) for bits in np.array(scales.RATIOS[:4], dtype=np.float32).view(np.int32))
+"""Bits of the ratios within an octave."""
 OCTAVE = 1 << 23
+"""What an octave adds to the bits of a float32."""
 COARSEST = len(scales.RATIOS) - 1
 ZERO_CODE = scales.ZERO_CODE
 STEPS = np.float32(scales.STEPS)
 STEP = np.float32(1.0 / scales.STEPS)
-SMALLEST = np.float32(scales.SMALLEST)
+SMALLEST = int(np.float32(scales.SMALLEST).view(np.int32))
+"""Bits of the smallest maximum that is not taken for zero."""
 INFINITY = np.int32(0x7F800000)
 """Bits of infinity; of the magnitudes only those of NaN are above."""
 LARGEST = np.int32(0x7F7F0000)
 """Bits of the largest bfloat16."""
 LOG_BYTES, LINEAR_BYTES = scales.group_bytes("log"), scales.group_bytes("linear")
+ALL_ONES = np.uint64(2**64 - 1)
+NIBBLES, FOUR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
+FOLDS = ((4, (0, 1, 2, 3, 8, 9, 10, 11)), (2, (0, 1, 8, 9, 4, 5, 12, 13)), (1, (0, 2, 8, 10, 4, 6, 12, 14)))
+"""How two vectors of eight are folded into one: by how much, and which elements are folded onto."""
 
 
 @device
@@ -37,96 +48,168 @@ def scale_addresses(k: Any, chunk: Any) -> Any:
 
 
 @device
-def ratio_of(code: Any) -> Any:
-    """The ratio of a logarithmic code: float32, 0 for a zero group."""
-    quarter = code & 3
-    bits = BITS_1 if quarter == 1 else BITS_0
-    bits = BITS_2 if quarter == 2 else bits
-    bits = BITS_3 if quarter == 3 else bits
-    bits = np.int32(bits - (code >> 2) * OCTAVE)
-    return float_of(np.int32(bits if code < ZERO_CODE else 0))
-
-
-@device
 def read_scales(gap: Any, message: Any, k: Any, divisor: Any, inner_gap: Any, chunk: Any) -> None:
     """The inner gaps of the groups of a chunk's k-th super-group, divided by ``divisor``: float32 [16]."""
     group_at, super_at = scale_addresses(k, chunk)
     top = float_of(np.int32(np.int32(array_at(message + super_at, np.uint16)[0]) << 16))
+    codes = stack(2, np.uint64)
+    packed = array_at(message + group_at, np.uint64)
     if chunk.linear:
-        step = top * STEP
-        codes = array_at(message + group_at, np.uint8)
-        for g in range(GROUPS):
-            gap[g] = np.float32(codes[g]) * step / divisor * inner_gap
+        codes[0], codes[1] = packed[0], packed[1]
+        linear_gaps(gap, codes, top * STEP, divisor, inner_gap)
     else:
-        pairs = array_at(message + group_at, np.uint8)
-        for g in range(GROUPS // 2):
-            gap[g] = top * ratio_of(np.int32(pairs[g]) & 15) / divisor * inner_gap
-            gap[g + 8] = top * ratio_of(np.int32(pairs[g]) >> 4) / divisor * inner_gap
+        codes[0], codes[1] = packed[0] & NIBBLES, packed[0] >> FOUR & NIBBLES
+        log_gaps(gap, codes, top, divisor, inner_gap)
 
 
 @device
 def write_scales(message: Any, codes: Any, super_scale: Any, k: Any, chunk: Any) -> None:
-    """The scales of the k-th super-group of a chunk into the message."""
+    """The scales of the k-th super-group of a chunk into the message; codes are uint64 [2], one in each byte."""
     group_at, super_at = scale_addresses(k, chunk)
+    packed = array_at(message + group_at, np.uint64)
     if chunk.linear:
-        out = array_at(message + group_at, np.uint8)
-        for g in range(GROUPS):
-            out[g] = np.uint8(codes[g])
+        packed[0], packed[1] = codes[0], codes[1]
     else:
-        pairs = array_at(message + group_at, np.uint8)
-        for g in range(GROUPS // 2):
-            pairs[g] = np.uint8(codes[g] | codes[g + 8] << 4)
+        packed[0] = codes[0] | codes[1] << FOUR
     array_at(message + super_at, np.uint16)[0] = np.uint16(super_scale >> 16)
 
 
+@intrinsic
+def log_gaps(_typing: Any, gap: Any, codes: Any, top: Any, divisor: Any, inner_gap: Any) -> Any:
+    """``top`` times the ratios of 16 codes, divided by ``divisor``, times ``inner_gap``: float32 [16] into ``gap``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        code = _read_codes(context, builder, signature, args)
+        bits = Vector.equal(builder, I32(RATIO_BITS[0]), GROUPS)
+        for quarter in (1, 2, 3):
+            bits = ((code & 3) >= quarter).where(RATIO_BITS[quarter], bits)
+        bits -= (code >> 2) * OCTAVE
+        scale = (code >= ZERO_CODE).where(0, bits).cast(F32, "bitcast") * args[2]
+        (scale / args[3] * args[4]).store(pointer_to(context, builder, signature.args[0], args[0], I64(0)))
+        return context.get_dummy_value()
+
+    return types.void(gap, codes, types.float32, types.float32, types.float32), codegen
+
+
+@intrinsic
+def linear_gaps(_typing: Any, gap: Any, codes: Any, step: Any, divisor: Any, inner_gap: Any) -> Any:
+    """16 codes times ``step``, divided by ``divisor``, times ``inner_gap``: float32 [16] into ``gap``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        scale = _read_codes(context, builder, signature, args).cast(F32, "sitofp") * args[2]
+        (scale / args[3] * args[4]).store(pointer_to(context, builder, signature.args[0], args[0], I64(0)))
+        return context.get_dummy_value()
+
+    return types.void(gap, codes, types.float32, types.float32, types.float32), codegen
+
+
+def _read_codes(context: Any, builder: Any, signature: Any, args: Any) -> Vector:
+    pointer = pointer_to(context, builder, signature.args[1], args[1], I64(0))
+    return Vector.load(builder, pointer, I8, GROUPS).cast(I32, "zext")
+
+
+@intrinsic
+def group_maxima(_typing: Any, maxima: Any, values: Any) -> Any:
+    """Bits of the largest magnitude of each group of float32 [256]: int32 [16] into ``maxima``, and the largest of all.
+
+    Bits of magnitudes are ordered like them, those of infinity and NaN being the largest.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def half_group(start: int) -> Vector:
+            pointer = pointer_to(context, builder, signature.args[1], args[1], I64(start))
+            return Vector.load(builder, pointer, I32, GROUP // 2) & 0x7FFFFFFF
+
+        def eight_groups(first: int) -> Vector:
+            groups = [larger(half_group(GROUP * g), half_group(GROUP * g + 8)) for g in range(first, first + 8)]
+            # From eight vectors to one: the halves, then the quarters, then the eighths of every two are put together.
+            left, right = groups[:4], groups[4:]
+            for half, order in FOLDS:
+                other = [i + half for i in order]
+                groups = [larger(a.shuffle(b, order), a.shuffle(b, other)) for a, b in zip(left, right, strict=True)]
+                left, right = groups[::2], groups[1::2]
+            return groups[0]
+
+        low, high = eight_groups(0), eight_groups(8)
+        low.store(pointer_to(context, builder, signature.args[0], args[0], I64(0)))
+        high.store(pointer_to(context, builder, signature.args[0], args[0], I64(8)))
+        return larger(low, high).reduce("smax")
+
+    return types.int32(maxima, values), codegen
+
+
 @device
-def encode_scales(inverse: Any, codes: Any, values: Any, super_group: Any, slot: Any, chunk: Any) -> Any:
-    """Scales from the largest magnitudes.
+def encode_scales(inverse: Any, codes: Any, values: Any, super_group: Any, slot: Any, chunk: Any, keys: Any) -> Any:
+    """Scales of float32 [256].
 
     Args:
         inverse: float32 [16], written: entries times this lie in [-1, 1]; 0 for a zero or non-finite group.
-        codes: int32 [16], written.
+        codes: uint64 [2], written: a code in each byte.
         values: float32 [256].
         super_group: which super-group, for the draws of linear scales.
         slot: of the encoding.
         chunk: the plan.
+        keys: of the draws.
 
     Returns:
         Bits of the super scale: int32.
     """
     maxima = stack(16, np.int32)
-    largest = np.int32(0)
-    for g in range(GROUPS):
-        maxima[g] = largest_of_group(values, GROUP * g)
-        largest = max(largest, maxima[g])
-    finite = largest < INFINITY
-    rounded = np.int32(min((largest + 0xFFFF) & -0x10000, LARGEST)) if finite else INFINITY
-    rounded = rounded if float_of(largest) >= SMALLEST or not finite else np.int32(0)
-    top = float_of(np.int32(rounded))
+    largest = group_maxima(maxima, values)
+    if largest >= INFINITY:
+        for g in range(GROUPS):
+            inverse[g] = ZERO
+        codes[0] = codes[1] = ALL_ONES if chunk.linear else np.uint64(0)
+        return INFINITY
+    super_scale = min((largest + 0xFFFF) & -0x10000, LARGEST) if largest >= SMALLEST else 0
     if chunk.linear:
         words = stack(64, np.uint64)
-        scale_draws(words, super_group, slot, chunk)
-        draw = recast(words, np.uint16)
-        steps = STEPS / top
-        for g in range(GROUPS):
-            maximum = float_of(maxima[g])
-            present = maximum >= SMALLEST and finite
-            code = np.int32(min(maximum * steps + (one_plus(draw[g]) - ONE), STEPS)) if present else np.int32(0)
-            codes[g] = code if finite else np.int32(STEPS)
-            inverse[g] = ONE / maximum if present else ZERO
+        scale_draws(words, super_group, slot, keys)
+        linear_scales(inverse, codes, maxima, STEPS / float_of(np.int32(super_scale)), words)
     else:
-        # The ratios within an octave, and the maxima moved up into the octave below the super scale.
-        step_1, step_2, step_3 = top * float_of(BITS_1), top * float_of(BITS_2), top * float_of(BITS_3)
-        for g in range(GROUPS):
-            maximum = float_of(maxima[g])
-            present = maximum >= SMALLEST and finite
-            octave = np.int32(min(max(np.int32(rounded - maxima[g]) >> 23, 0), COARSEST >> 2))
-            moved = float_of(np.int32(maxima[g] + octave * OCTAVE))
-            quarter, divisor = (1, step_1) if step_1 >= moved else (0, top)
-            quarter, divisor = (2, step_2) if step_2 >= moved else (quarter, divisor)
-            quarter, divisor = (3, step_3) if step_3 >= moved and octave < COARSEST >> 2 else (quarter, divisor)
-            divisor = float_of(np.int32(bits_of(divisor) - octave * OCTAVE))
-            codes[g] = (octave * 4 + quarter if present else ZERO_CODE) if finite else 0
-            # The maximum is larger only where the super scale would have left the range of bfloat16.
-            inverse[g] = ONE / max(divisor, maximum) if present else ZERO
-    return np.int32(rounded)
+        log_scales(inverse, codes, maxima, np.int32(super_scale))
+    return np.int32(super_scale)
+
+
+@intrinsic
+def log_scales(_typing: Any, inverse: Any, codes: Any, maxima: Any, super_scale: Any) -> Any:
+    """Reciprocals (float32 [16]) and codes (uint64 [2]) from maxima and a super scale, all as bits of float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        inverse, codes, maxima = (pointer_to(context, builder, signature.args[i], args[i], I64(0)) for i in range(3))
+        maximum, top = Vector.load(builder, maxima, I32, GROUPS), Vector.equal(builder, args[3], GROUPS)
+        octave = smaller(larger(top - maximum, 0) >> 23, COARSEST >> 2)
+        moved = maximum + octave * OCTAVE  # into the octave below the super scale
+        code, divisor = octave << 2, top
+        for quarter in (1, 2, 3):
+            candidate = (top.cast(F32, "bitcast") * scales.RATIOS[quarter]).cast(I32, "bitcast")
+            enough = candidate >= moved
+            if quarter > COARSEST & 3:
+                enough &= octave < COARSEST >> 2
+            code, divisor = enough.where((octave << 2) + quarter, code), enough.where(candidate, divisor)
+        # The maximum is larger only where the super scale would have left the range of bfloat16.
+        divisor = larger(divisor - octave * OCTAVE, maximum).cast(F32, "bitcast")
+        present = maximum >= SMALLEST
+        present.where(Vector.of(builder, F32, [1.0] * GROUPS) / divisor, 0.0).store(inverse)
+        present.where(code, ZERO_CODE).cast(I8, "trunc").store(codes)
+        return context.get_dummy_value()
+
+    return types.void(inverse, codes, maxima, types.int32), codegen
+
+
+@intrinsic
+def linear_scales(_typing: Any, inverse: Any, codes: Any, maxima: Any, steps: Any, draws: Any) -> Any:
+    """Reciprocals (float32 [16]) and codes (uint64 [2]) from bits of maxima, steps per unit, and 16 draws."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        inverse, codes, maxima = (pointer_to(context, builder, signature.args[i], args[i], I64(0)) for i in range(3))
+        draws = pointer_to(context, builder, signature.args[4], args[4], I64(0))
+        bits = Vector.load(builder, maxima, I32, GROUPS)
+        present, maximum = bits >= SMALLEST, bits.cast(F32, "bitcast")
+        u = (Vector.load(builder, draws, I16, GROUPS).cast(I32, "zext") << 7 | ODD_ONE).cast(F32, "bitcast") - 1.0
+        code = present.where(smaller(maximum * args[3] + u, float(scales.STEPS)), 0.0)
+        present.where(Vector.of(builder, F32, [1.0] * GROUPS) / maximum, 0.0).store(inverse)
+        code.cast(I8, "fptoui").store(codes)
+        return context.get_dummy_value()
+
+    return types.void(inverse, codes, maxima, types.float32, draws), codegen
