@@ -8,8 +8,8 @@ token bucket: what a rank sends at its own end, what it receives at the switch's
 the same time share its rate, as they would on a real switch.
 
 The command finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME in its
-environment. When a rank fails, the others are ended. The exit status is that of the first rank that failed, 128 plus the
-number of the signal that ended it or this program, 124 after --timeout, and 2 where the network cannot be made.
+environment. When a rank fails, the others are ended. The exit status is that of the first rank that failed, 128 plus
+the number of the signal that ended it or this program, 124 after --timeout, and 2 where the network cannot be made.
 
 Needs Linux, the programs ip and tc of iproute2, and the rights of root over the network.
 """
@@ -97,6 +97,20 @@ def switch(names: Names, ranks: int) -> list[str]:
     return lines
 
 
+def interface(rank: int, options: argparse.Namespace) -> list[str]:
+    """Commands for ``ip -n RANK -batch``: an address, and TCP's congestion control on the only route.
+
+    The latter is the host's otherwise, so that one machine would measure another thing than the next.
+    """
+    return [
+        "link set lo up",
+        f"address add {address(rank)}/24 dev eth0",
+        "link set eth0 up",
+        f"route replace {address(-1)}/24 dev eth0 proto kernel scope link src {address(rank)} "
+        f"congctl {options.congestion}",
+    ]
+
+
 def limit(device: str, options: argparse.Namespace) -> str:
     """A command for ``tc``: what leaves through the device is held to the rate."""
     bucket = f"rate {options.rate} burst {options.burst} latency {options.latency}"
@@ -174,8 +188,7 @@ def make(names: Names, options: argparse.Namespace) -> None:
     ports = [f"port{rank}" for rank in range(options.ranks)]
     run("tc", "-n", names.hub, "-batch", "-", lines=[limit(port, options) for port in ports])
     for rank, name in enumerate(everyone):
-        up = ["link set lo up", f"address add {address(rank)}/24 dev eth0", "link set eth0 up"]
-        run("ip", "-n", name, "-batch", "-", lines=up)
+        run("ip", "-n", name, "-batch", "-", lines=interface(rank, options))
         run("tc", "-n", name, "-batch", "-", lines=[limit("eth0", options)])
 
 
@@ -293,6 +306,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rate", default="200mbit", help="of every cable and direction, in the units of tc")
     parser.add_argument("--burst", default="128kb", help="what may pass at once at full speed")
     parser.add_argument("--latency", default="100ms", help="how long a packet may wait in a queue before it is dropped")
+    parser.add_argument("--congestion", default="cubic", help="TCP's congestion control")
     parser.add_argument("--port", type=int, default=29500, help="MASTER_PORT")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for the whole run")
     parser.add_argument("command", nargs="+", help="what every rank runs, after --")

@@ -1,4 +1,4 @@
-"""benchmarks/network.py: what it decides, and where root may make namespaces, what it makes and that nothing remains."""
+"""benchmarks/network.py: what it decides, and with the rights of root also what it makes and that nothing remains."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_signal_is_noted_and_the_ranks_are_ended() -> None:
 
 
 @pytest.fixture(scope="module")
-def namespaces() -> Iterator[None]:
+def namespaces() -> None:
     """Skips where the kernel, the tools or the rights are not there; asked with commands of its own."""
     name = f"probe-{uuid.uuid4().hex[:8]}"
     asked = [
@@ -129,7 +129,6 @@ def namespaces() -> Iterator[None]:
     finally:
         if name in network.existing():
             network.run("ip", "netns", "delete", name)
-    yield
 
 
 @pytest.fixture
