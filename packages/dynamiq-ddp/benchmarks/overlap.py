@@ -1,13 +1,13 @@
-"""How much of the communication a training step has to wait for, with and without compression, on a slow network.
+r"""How much of the communication a training step has to wait for, with and without compression, on a slow network.
 
-    python packages/dynamiq-ddp/benchmarks/network.py --ranks 2 --rate 200mbit -- \\
+    python packages/dynamiq-ddp/benchmarks/network.py --ranks 2 --rate 200mbit -- \
         python packages/dynamiq-ddp/benchmarks/overlap.py [--bits 5] [--steps 5] [--lanes 1 2 3] [--json]
 
-Every rank runs it; rank 0 prints. A step is a forward and a backward pass. It takes turns with one under ``no_sync``, so
-that both meet the same machine, and what the step takes longer is the exposed time. Overlap is complete when the exposed
-time is the larger one of the network's time (bytes sent by a rank over the bandwidth measured in the same run) and the
-codec's (seconds in it, from ``state.stats()``, over all lanes); the last column is the ratio to that. Where the backward
-pass is long, exposed time falls below it.
+Every rank runs it; rank 0 prints. A step is a forward and a backward pass. It takes turns with one under ``no_sync``,
+so that both meet the same machine, and what the step takes longer is the exposed time. Overlap is complete when the
+exposed time is the larger one of the network's time (bytes sent by a rank over the bandwidth measured in the same run)
+and the codec's (``seconds_codec`` of ``state.stats()``, over all lanes); the last column is the ratio to that. Where
+the backward pass is long, exposed time falls below it.
 """
 
 from __future__ import annotations
