@@ -4,7 +4,7 @@ A frame is a 16-byte header and a chunk's message:
 
     0   2 bytes   magic "DQ"
     2   1 byte    version of the framing
-    3   1 byte    1 statistics, 2 gradient; plus 128 when the sender has itself received a wrong header
+    3   1 byte    1 statistics, 2 gradient, 3 inside a node; plus 128 when the sender has itself received a wrong header
     4   2 bytes   chunk
     6   2 bytes   slot
     8   4 bytes   bucket
@@ -38,7 +38,7 @@ class Header(NamedTuple):
     """What a header says.
 
     Attributes:
-        kind: `STATISTICS` or `GRADIENT`.
+        kind: `STATISTICS`, `GRADIENT` or `NODE`.
         chunk: which chunk the message is of.
         slot: under which it was encoded: the rank that encoded it.
         bucket: of the all-reduce.
@@ -60,6 +60,7 @@ class Header(NamedTuple):
 
 STATISTICS = 1
 GRADIENT = 2
+NODE = 3
 
 
 class Frames:
