@@ -8,9 +8,8 @@ from typing import Any
 
 from dynamiq_core import Codec, CodecConfig, ConfigError, DynamiQ
 from dynamiq_kernels import Backend
-from dynamiq_transport import ScheduleFunction
 
-from .route import find_function
+from .route import ScheduleChoice, find_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +23,7 @@ class Settings:
     config: CodecConfig
     backend: Backend
     codec: Codec[Any] | None
-    schedule: str | ScheduleFunction
+    schedule: ScheduleChoice
     min_compress_numel: int
     warmup_steps: int
     measure_every: int
@@ -40,7 +39,7 @@ class Settings:
             _check_count("lanes", self.lanes, 1)
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
             raise ConfigError(f"timeout cannot be {self.timeout!r}; allowed: seconds above 0")
-        find_function(self.schedule)
+        find_schedule(self.schedule)
 
     @property
     def bits(self) -> float | None:

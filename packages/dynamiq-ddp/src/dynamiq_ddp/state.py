@@ -19,15 +19,15 @@ from torch.futures import Future
 
 from dynamiq_core import Codec, CodecConfig, ConfigError, DynamiQ, DynamiQError
 from dynamiq_kernels import Backend
-from dynamiq_transport import DEFAULT_TIMEOUT, ScheduleFunction, Transport
+from dynamiq_transport import DEFAULT_TIMEOUT, Transport
 
 from .backend import make_codec
 from .connect import connect, default_group
-from .engine import DTYPES, Job, compare_ranks, describe
+from .engine import DTYPES, Job, compare_ranks, describe, route_of
 from .exact import Exact
 from .lanes import Lane, Lanes, Pending, Work
 from .quality import reduce_and_measure, reduce_and_predict
-from .route import Route, find_route, quick_route
+from .route import NodeRoute, Route, ScheduleChoice, measures, quick_route
 from .settings import Settings
 from .stats import Stats, collect
 
@@ -47,7 +47,7 @@ class DynamiQState:
 
     Args:
         bits: budget per coordinate and direction of the all-reduce, everything included.
-        schedule: ``"ring"``, ``"butterfly"``, ``"direct"``, or a function ``(rank, size) -> Schedule``.
+        schedule: as for `all_reduce`. ``"auto"`` measures the network in the first backward pass.
         backend: what carries out the codec's operations; ``"auto"`` takes the fastest that can run.
         codec: instead of ``bits``, ``backend`` and ``seed``: a codec that is made already.
         process_group: the ranks to average over, as given to DDP; the default group when None.
@@ -69,7 +69,7 @@ class DynamiQState:
         self,
         *,
         bits: float = 5.0,
-        schedule: str | ScheduleFunction = "ring",
+        schedule: ScheduleChoice = "ring",
         backend: Backend = "auto",
         codec: Codec[Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -162,17 +162,17 @@ class DynamiQState:
 
         return work
 
-    def _choose(self, tensor: Tensor, lanes: Lanes, step: int) -> tuple[Codec[Any], Route]:
+    def _choose(self, tensor: Tensor, lanes: Lanes, step: int) -> tuple[Codec[Any], Route | NodeRoute]:
         """How a bucket is averaged: a function of what is the same on all ranks."""
         settings = self._settings
         if tensor.numel() < settings.min_compress_numel:
             return Exact(tensor.dtype), quick_route(lanes.rank, lanes.size)
-        route = find_route(settings.schedule, lanes.rank, lanes.size)
-        if tensor.dtype not in DTYPES or step < settings.warmup_steps:
-            return Exact(tensor.dtype), route
-        if self._codec is None:
-            self._codec = settings.codec or make_codec(settings.config, settings.backend, tensor.device)
-        return self._codec, route
+        codec: Codec[Any] = Exact(tensor.dtype)
+        if tensor.dtype in DTYPES and step >= settings.warmup_steps:
+            if self._codec is None:
+                self._codec = settings.codec or make_codec(settings.config, settings.backend, tensor.device)
+            codec = self._codec
+        return codec, route_of(settings.schedule, lanes.lanes[0].transport, codec, tensor)
 
     def _watch(self) -> None:
         """Have the end of this backward pass wait for the buckets, and raise what went wrong as it was raised.
@@ -203,7 +203,15 @@ class DynamiQState:
             return None
         self.close()  # a process group that is gone took its ranks along
         settings = self._settings
-        lanes = connect(ranks, number=settings.lanes, timeout=settings.timeout, device=device, step=self._steps)
+        measured = measures(settings.schedule)
+        lanes = connect(
+            ranks,
+            number=settings.lanes,
+            timeout=settings.timeout,
+            device=device,
+            step=self._steps,
+            measured=measured,
+        )
         self._lanes, self._bound_to = lanes, ranks
         self._closer = weakref.finalize(self, lanes.close)
         _LOGGER.info("%r: rank %d of %d, %d lanes on %s", self, lanes.rank, lanes.size, len(lanes.lanes), device)
