@@ -18,6 +18,7 @@ from dynamiq_transport import ScheduleFunction, Transport, TransportError
 from . import frames
 from .agreement import agree
 from .errors import CommunicationError
+from .feedback import Feedback
 from .frames import GRADIENT, STATISTICS, Frames, Header, Seal
 from .meter import Meter, MeteredTransport
 from .route import Route, find_route, quick_route
@@ -38,6 +39,7 @@ class Job(NamedTuple):
         bucket: index within the step.
         meter: where costs are counted.
         watch: is shown the plan and the result, [d].
+        feedback: adds what the last all-reduce of this bucket lost, and learns what this one loses.
     """
 
     transport: Transport
@@ -47,6 +49,7 @@ class Job(NamedTuple):
     bucket: int
     meter: Meter
     watch: Callable[[Plan, Tensor], None] | None = None
+    feedback: Feedback | None = None
 
 
 def all_reduce(
@@ -144,6 +147,8 @@ def reduce_tensor(tensor: Tensor, job: Job) -> Tensor:
         return tensor
     values = tensor.detach()  # a parameter may require gradients, which its mean does not need
     x = values.resolve_neg().contiguous().view(-1)
+    if job.feedback is not None:
+        x = job.feedback.compensate(x)
     seal = Seal(x.device)
     try:
         statistics = _merge_statistics(x, job, seal)
@@ -155,12 +160,16 @@ def reduce_tensor(tensor: Tensor, job: Job) -> Tensor:
             raise
         raise CommunicationError(str(error), error.peers, step=job.step, bucket=job.bucket) from error
     with job.meter.span("codec", x.device):
+        if job.feedback is not None:
+            job.feedback.learn(job.codec, x, plan)
         for chunk, owner in enumerate(job.route.owners):
             job.codec.decompress(finished.message(chunk), plan, chunk=chunk, slot=owner, out=x)
         if x.is_cuda:
             x.masked_fill_(seal.wrong(), torch.nan)
         if x.data_ptr() != values.data_ptr():
             values.copy_(x.view_as(values))
+        if job.feedback is not None:
+            job.feedback.keep(values)
         if job.watch is not None:
             job.watch(plan, x)
     job.meter.coordinates += job.route.moved * x.numel()
@@ -222,6 +231,8 @@ def _exchange(x: Tensor, plan: Plan, job: Job, seal: Seal) -> Frames:
     def encode(chunk: int, received: Sequence[Received], out: Tensor) -> None:
         slot = job.transport.rank
         job.codec.decompress_accumulate_recompress(received, x, plan, chunk=chunk, slot=slot, out=out)
+        if job.feedback is not None:
+            job.feedback.note(chunk, slot, received, out)
 
     finished = reduce_and_gather(
         Walk(

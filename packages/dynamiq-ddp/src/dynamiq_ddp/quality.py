@@ -76,12 +76,18 @@ def reduce_and_predict(tensor: Tensor, job: Job, quality: Quality) -> None:
 
 
 def reduce_and_measure(tensor: Tensor, job: Job, quality: Quality) -> None:
-    """Average a tensor, and a copy of it without compression, and note how far apart the results are."""
-    exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+    """Average a tensor, and a copy of it without compression, and note how far apart the results are.
+
+    With error feedback the codec is given a gradient and a residual, so their sum is what is averaged exactly.
+    """
+    if job.feedback is None:
+        exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+    else:
+        exact = job.feedback.compensate(tensor.reshape(-1))
     aside = Meter()  # a measurement is no part of what an all-reduce costs, but its bytes are bytes
     plans: list[Plan] = []
     reduce_tensor(tensor, job._replace(watch=lambda plan, mean: plans.append(plan)))
-    reduce_tensor(exact, job._replace(codec=Exact(exact.dtype), meter=aside))
+    reduce_tensor(exact, job._replace(codec=Exact(exact.dtype), meter=aside, feedback=None))
     job.meter.bytes["measurement"] += aside.bytes_sent
     quality.expect(plans[0], tensor.view(-1), job.transport.size)
     quality.measure(job.step, plans[0], tensor.view(-1), exact.view(-1))
