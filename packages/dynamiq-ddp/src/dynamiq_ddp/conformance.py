@@ -28,7 +28,7 @@ from dynamiq_core import Codec, Received
 from .simulate import simulate
 
 SCHEDULES = ("ring", "butterfly", "direct")
-SIZES = {1: (1, 1025), 2: (1, 2, 33, 257, 1025), 3: (1, 31, 255, 1000), 5: (3, 1025), 8: (5, 1025)}
+SIZES = {1: (1,), 2: (1, 33, 257, 1025), 3: (2, 31, 1000), 8: (5, 1025)}
 """Of gradients, by the number of ranks that have them: fewer coordinates than ranks, and tails of all kinds."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,13 +39,13 @@ class CodecConformance:
 
     Attributes:
         make: makes a codec; called anew where a test needs two that are alike.
-        worst: largest vNMSE of the mean of eight normal gradients that share a part, on any schedule.
+        worst: largest vNMSE of the mean of four normal gradients that share a part, on any schedule.
         ranks: numbers of ranks to try, out of those of `SIZES`.
     """
 
     make: Callable[[], Codec[Any]]
     worst: float
-    ranks: tuple[int, ...] = (1, 2, 3, 5, 8)
+    ranks: tuple[int, ...] = (1, 2, 3, 8)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Try every schedule and number of ranks where a test asks for them."""
@@ -57,10 +57,10 @@ class CodecConformance:
     # ------------------------------------------------------------ in the engine
 
     def test_error_is_bounded(self, schedule: str) -> None:
-        rows = gradients(8, 20_000)
+        rows = gradients(4, 20_000)
         result = simulate(rows, codec=self.make(), schedule=schedule)
         assert result.vnmse <= self.worst
-        assert torch.equal(rows, gradients(8, 20_000)), "the gradients have changed"
+        assert torch.equal(rows, gradients(4, 20_000)), "the gradients have changed"
 
     def test_every_size_on_every_schedule(self, schedule: str, n: int) -> None:
         """`simulate` compares the ranks' bits; a coordinate that is not written keeps another value on every rank."""
