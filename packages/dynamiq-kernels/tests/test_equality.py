@@ -159,7 +159,7 @@ def test_rounding_to_narrow_dtypes_at_every_boundary(subject):
             for c, device in ((codec, subject.device), (reference, torch.device("cpu"))):
                 rows = torch.zeros(len(values), 2, dtype=torch.bfloat16)
                 plan = c.plan(rows, numel, device=device, workers=1, chunks=1)
-                plan.mean.copy_(values)
+                plan.subtracted.copy_(values[plan.index.cpu().long()])
                 message = torch.zeros(plan.sizes[0], dtype=torch.uint8, device=device)
                 out = torch.empty(numel, dtype=dtype, device=device)
                 results.append(c.decompress(message, plan, chunk=0, slot=0, out=out)[::256].cpu())

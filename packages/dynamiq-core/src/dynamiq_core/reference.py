@@ -60,7 +60,7 @@ def decompress_accumulate(message: Tensor, total: Tensor, plan: DynamiQPlan, *, 
 def finish(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Tensor) -> None:
     """Write the mean over the workers of a chunk's coordinates into ``out`` [d]; other chunks stay."""
     index = _index(plan, chunk)
-    mean = plan.mean[index, None].expand(-1, SUPER_GROUP)
+    mean = _mean(plan, chunk).expand(-1, SUPER_GROUP)
     mean = add_message(mean, message, plan, chunk=chunk, slot=slot, share=1 / plan.workers)
     where = index[:, None] * SUPER_GROUP + torch.arange(SUPER_GROUP, device=out.device)
     # Coordinates of the padding go to one place past the end, which is then dropped.
@@ -72,7 +72,7 @@ def finish(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Te
 def chunk_values(x: Tensor, plan: DynamiQPlan, chunk: int) -> Tensor:
     """What a worker contributes to a chunk: float32 [m, 256], the gradient without the means."""
     index = _index(plan, chunk)
-    return as_super_groups(x)[index] - plan.mean[index, None]
+    return as_super_groups(x)[index] - _mean(plan, chunk)
 
 
 def encode(values: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Tensor) -> None:
@@ -154,3 +154,7 @@ def _index(plan: DynamiQPlan, chunk: int) -> Tensor:
 
 def _width(plan: DynamiQPlan, chunk: int) -> Tensor:
     return plan.width[chunk, : plan.lengths[chunk]]
+
+
+def _mean(plan: DynamiQPlan, chunk: int) -> Tensor:
+    return plan.subtracted[chunk, : plan.lengths[chunk], None]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dynamiq_core.config import SUPER_GROUP
+from dynamiq_kernels.numba.chunk import row_of
 from dynamiq_kernels.numba.compiling import device
 from dynamiq_kernels.numba.memory import array_at, bits_of, float_of, prefetch, stack
 
@@ -132,8 +133,8 @@ def write(out: Any, values: Any, start: Any, count: Any) -> None:
 
 @device
 def fetch_ahead(x: Any, k: Any, last: Any, chunk: Any) -> None:
-    """Ask for the coordinates of a super-group soon to come: their order is the plan's, which no processor foresees."""
-    start = np.int64(array_at(chunk.index, np.int32)[min(k + AHEAD, last - 1)]) * SUPER_GROUP
+    """Ask for the coordinates of a super-group soon to come: there are gaps between them, which no processor foresees."""
+    start = np.int64(row_of(chunk, min(k + AHEAD, last - 1))[0]) * SUPER_GROUP
     if x.kind == FLOAT32:
         for line in range(4 * SUPER_GROUP // LINE):
             prefetch(x.address + 4 * start + LINE * line)
