@@ -47,7 +47,9 @@ def assert_consistent(plan: DynamiQPlan) -> None:
     total = -(-plan.numel // 256)
     assert sorted(dealt[:total].tolist()) == list(range(total))
     assert (dealt[total:] == -1).all()
-    assert torch.equal(plan.subtracted.T.flatten()[:total].nan_to_num(7.0), plan.mean[dealt[:total].long()].nan_to_num(7.0))
+    assert torch.equal(
+        plan.subtracted.T.flatten()[:total].nan_to_num(7.0), plan.mean[dealt[:total].long()].nan_to_num(7.0)
+    )
     assert (plan.subtracted.T.flatten()[total:] == 0).all()
     per_group = GROUPS // 2 if config.scales == "log" else GROUPS
     for chunk, (size, length) in enumerate(zip(plan.sizes, plan.lengths, strict=True)):

@@ -79,8 +79,8 @@ def test_entries_never_exceed_one(scales: Scales) -> None:
 def test_no_position_passes_the_centre(bend: float) -> None:
     """All log scales there are, at widths of 1 to 8 bits: an entry as large as its scale, and one of each linear scale.
 
-    A position beyond the centre could round to a code that does not exist. None falls short of it by more than twice the
-    margin either: what is lost there would be a bias.
+    A position beyond the centre could round to a code that does not exist. None falls short of it by more than twice
+    the margin either: what is lost there would be a bias.
     """
     top = torch.arange(128, 256).float() / 128
     ratios = decode_scales(top.bfloat16(), torch.arange(15, dtype=torch.uint8).expand(128, 15), "log").flatten()
@@ -93,7 +93,9 @@ def test_no_position_passes_the_centre(bend: float) -> None:
             position = positions(values, inverse, row)
             assert (position <= row[0, 0]).all()
             assert (position >= row[0, 0] * (1 - 2**-20)).all()
-            assert torch.equal(torch.round(position + (1 - 2**-16 + row[0, 0] - 0.5)), (2 * row[:1, :1]).expand_as(position))
+            assert torch.equal(
+                torch.round(position + (1 - 2**-16 + row[0, 0] - 0.5)), (2 * row[:1, :1]).expand_as(position)
+            )
 
 
 @pytest.mark.parametrize("scales", ["log", "linear"])

@@ -193,7 +193,8 @@ def test_nothing_goes_through_shared_memory(reports, name):
 def test_gradients_are_loaded_as_vectors(reports, target):
     """A lane's eight coordinates lie side by side and next to its neighbours': two vector loads, every sector used.
 
-    The hop has three more, for the plan's row and the constants of the width. Where a tensor ends inside an octet it reads one by one.
+    The hop has three more, for the plan's row and the constants of the width. Where a tensor ends inside an octet it
+    reads one by one.
     """
     for name in ("hop fp32", "hop bf16"):
         assert reports[name, target]["vector_loads"] == 2 + 3, name

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, get_ident
 from dataclasses import replace
+from threading import Barrier, get_ident
 from types import ModuleType
 
 import pytest

@@ -56,7 +56,7 @@ class DynamiQPlan:
 
     @property
     def index(self) -> Tensor:
-        """int32 [C, K], super-groups of each chunk by falling width, those of a width in their order; -1 past the end."""
+        """int32 [C, K], super-groups of each chunk by falling width and then by index; -1 past the end."""
         return self.rows[..., 0]
 
     @property

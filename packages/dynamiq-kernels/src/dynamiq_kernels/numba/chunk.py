@@ -17,7 +17,6 @@ from dynamiq_core.rounding import stratum
 from dynamiq_kernels.numba.compiling import device
 from dynamiq_kernels.numba.memory import array_at
 
-
 ROW_BYTES = 16
 """Bytes of the plan's row of a super-group."""
 

@@ -1,9 +1,9 @@
 """Super-groups shared out among as many threads as torch would use.
 
 Where it can be had, they are torch's own: the team that OpenMP keeps for the calling thread. After each of torch's
-operations its members go on looking for work for some milliseconds, on the very processors that other threads would have
-to share with them; given ours, they begin at once. Elsewhere, and in the child of a fork, where no thread of the team is
-left, helpers serve that wait for work.
+operations its members go on looking for work for some milliseconds, on the very processors that other threads would
+have to share with them; given ours, they begin at once. Elsewhere, and in the child of a fork, where no thread of the
+team is left, helpers serve that wait for work.
 
 Numba's own parallel loops are not used: the thread pool that is always there aborts the process when two Python
 threads enter it at once, and ranks in one process or the worker of a hook do exactly that. Kernels release the GIL, so
@@ -17,6 +17,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -89,7 +90,7 @@ class Team:
 def team_of_torch() -> Team | None:
     """Torch's own threads, or None where its OpenMP has no such entry point."""
     try:
-        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         return Team(library.GOMP_parallel)
     except (OSError, AttributeError):
         return None

@@ -37,7 +37,7 @@ def accumulate_kernel(
         counter = (j * 32 + lane).to(tl.uint32, bitcast=True)
         within = lanes_within(counter, numel, TAIL)
         values = load(total, j, within, numel, TAIL)
-        values = add_message(values, message, k, w, at, counter, slot, 1.0, chunk, random, DITHERED, LINEAR, FEWEST)
+        values, _ = add_message(values, message, k, w, at, counter, slot, 1.0, chunk, random, DITHERED, LINEAR, FEWEST)
         # Past the end nothing is written: the last super-group must be added once.
         store(total, values, j, within & (place < number), numel, TAIL)
 

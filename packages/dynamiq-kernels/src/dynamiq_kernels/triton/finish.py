@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dynamiq_core import DynamiQPlan
-from dynamiq_kernels.triton.gradients import lanes_within, store, tail_of
+from dynamiq_kernels.triton.gradients import lanes_within, store, tail_of, up_to_the_largest
 from dynamiq_kernels.triton.hop import RANDOM
 from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of
 from dynamiq_kernels.triton.quantise import add_message, row_of
@@ -35,7 +35,9 @@ def finish_kernel(
         counter = (j * 32 + lane).to(tl.uint32, bitcast=True)
         # Of width 0, too: no plane can be taken for granted.
         values = tl.broadcast_to(mean[None], [8, SG, 32])
-        values = add_message(values, message, k, w, at, counter, slot, share, chunk, random, DITHERED, LINEAR, 0)
+        values, gap = add_message(values, message, k, w, at, counter, slot, share, chunk, random, DITHERED, LINEAR, 0)
+        if out.dtype.element_ty != tl.float32:
+            values = up_to_the_largest(values, gap, out.dtype.element_ty)
         store(out, values, j, lanes_within(counter, numel, TAIL), numel, TAIL)
 
 

@@ -50,7 +50,7 @@ def hop_kernel(
         within = lanes_within(counter, numel, TAIL)
         values = load(x, j, within, numel, TAIL) - mean[None]
         for i in tl.static_range(RECEIVED):
-            values = add_message(
+            values, _ = add_message(
                 values, messages[i], k, w, at, counter, slots[i] >> 5, 1.0, chunk, random, DITHERED, LINEAR, FEWEST
             )
         if TAIL == 2:

@@ -1,8 +1,8 @@
 """A super-group from values to a message and back: what the operations share.
 
 Float32 operations are those of `dynamiq_core.reference`. Where it computes exactly - distances of levels and their
-products with a dither - the order here is another one with fewer instructions; nothing is rounded on the way, and whether
-`tl.math.fma` fuses makes no difference. Where it does, it is `fma` of `lanes`.
+products with a dither - the order here is another one with fewer instructions; nothing is rounded on the way, and it
+makes no difference whether `tl.math.fma` fuses. Where it does, it is `fma` of `lanes`.
 Shapes as in `lanes`.
 """
 
@@ -41,7 +41,7 @@ def add_message(
     values, message, k, width, offset, counter, slot, share, chunk, random,
     DITHERED: tl.constexpr, LINEAR: tl.constexpr, FEWEST: tl.constexpr,
 ):  # fmt: skip
-    """Float32 [8, SG, 32] plus what a message carries for these super-groups times ``share``."""
+    """Float32 [8, SG, 32] plus what a message carries for these super-groups times ``share``, and the gaps [SG, 32]."""
     table, ratios, bend, less_one, scales_at, nonzero = chunk
     row = table + width * _ROW
     start, low, high, dither = load_four(row + 4)
@@ -53,7 +53,8 @@ def add_message(
     if DITHERED:
         distance = tl.math.fma(slot_draws(counter, slot, random), dither[None], distance)
     scale = read_scale(message + scales_at, k, nonzero, ratios, LINEAR)
-    return fma(distance, (scale * share * tl.load(row + 8))[None], values)
+    gap = scale * share * tl.load(row + 8)
+    return fma(distance, gap[None], values), gap
 
 
 @triton.jit
