@@ -177,6 +177,8 @@ def reduce_tensor(tensor: Tensor, job: Job) -> Tensor:
         x.masked_fill_(seal.wrong(), torch.nan)
     if x.data_ptr() != values.data_ptr():
         values.copy_(x.view_as(values))
+    if job.feedback is not None:
+        job.feedback.keep(values)
     job.meter.all_reduces += 1
     return tensor
 
@@ -191,6 +193,9 @@ def _receive(x: Tensor, job: Job, seal: Seal) -> Finish:
     route = job.route
     if route.schedule.size == 1:  # the only node
         return _nothing
+    result = x
+    if job.feedback is not None:
+        x = job.feedback.compensate(x)
     statistics = _merge_statistics(x, job, route, seal)
     with job.meter.span("statistics", x.device):
         plan = _plan(statistics, x, job, route)
@@ -198,10 +203,14 @@ def _receive(x: Tensor, job: Job, seal: Seal) -> Finish:
 
     def finish() -> None:
         with job.meter.span("codec", x.device):
+            if job.feedback is not None:
+                job.feedback.learn(job.codec, x, plan)
             for chunk, owner in enumerate(route.owners):
                 job.codec.decompress(finished.message(chunk), plan, chunk=chunk, slot=owner, out=x)
+            if x is not result:
+                result.copy_(x)
         if job.watch is not None:
-            job.watch(plan, x)
+            job.watch(plan, result)
         job.meter.coordinates += route.moved * x.numel()
 
     return finish
@@ -265,6 +274,8 @@ def _exchange(x: Tensor, plan: Plan, job: Job, route: Route, seal: Seal) -> Fram
         slot = route.schedule.rank
         with job.meter.span("codec", x.device):
             job.codec.decompress_accumulate_recompress(received, x, plan, chunk=chunk, slot=slot, out=out)
+        if job.feedback is not None:
+            job.feedback.note(chunk, slot, received, out)
 
     return reduce_and_gather(
         Walk(

@@ -13,6 +13,7 @@ from torch import Tensor
 from dynamiq_core import Codec, Plan
 from dynamiq_transport import Transport
 
+from .feedback import Feedback
 from .meter import Meter
 from .route import NodeRoute, Route
 
@@ -29,6 +30,8 @@ class Job(NamedTuple):
         meter: where costs are counted.
         watch: is shown every plan and the mean that came of it, [d]; of this rank's part alone where the route has
             levels, and never where nothing is encoded.
+        feedback: adds what the last all-reduce of this bucket lost, and learns what this one loses; of this rank's part
+            alone where the route has levels.
         stream: tells apart the random numbers of all-reduces of the same step; the bucket when None.
     """
 
@@ -39,4 +42,5 @@ class Job(NamedTuple):
     bucket: int
     meter: Meter
     watch: Callable[[Plan, Tensor], None] | None = None
+    feedback: Feedback | None = None
     stream: int | None = None

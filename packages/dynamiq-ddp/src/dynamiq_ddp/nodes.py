@@ -19,7 +19,7 @@ from dynamiq_core import Received
 from .frames import NODE, Header, Seal
 from .job import Job
 from .meter import MeteredTransport
-from .route import NodeRoute
+from .route import NodeRoute, Route
 from .walk import Walk, reduce_and_gather
 
 Finish = Callable[[], None]
@@ -84,3 +84,12 @@ def receive_over_nodes(
         job.meter.coordinates_node += moved
 
     return finish
+
+
+def own_part(x: Tensor, route: Route | NodeRoute) -> tuple[Tensor, int]:
+    """The part of x [d] that this rank encodes, a view of it, and how many ranks it encodes it for."""
+    ranks = 1
+    while isinstance(route, NodeRoute):
+        inside = route.inside.schedule
+        x, ranks, route = torch.tensor_split(x, inside.size)[inside.rank], ranks * inside.size, route.between
+    return x, ranks

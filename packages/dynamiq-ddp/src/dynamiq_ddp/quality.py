@@ -12,6 +12,7 @@ from dynamiq_core import DynamiQPlan, Plan, vnmse
 from .engine import Job, reduce_tensor
 from .exact import Exact
 from .meter import Meter
+from .nodes import own_part
 
 
 class Quality:
@@ -78,8 +79,14 @@ def reduce_and_predict(tensor: Tensor, job: Job, quality: Quality) -> None:
 
 
 def reduce_and_measure(tensor: Tensor, job: Job, quality: Quality) -> None:
-    """Average a tensor, and a copy of it without compression, and note how far apart the results are."""
+    """Average a tensor, and a copy of it without compression, and note how far apart the results are.
+
+    With error feedback the codec is given a gradient and a residual, so their sum is what is averaged exactly.
+    """
     exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+    if job.feedback is not None:
+        part, ranks = own_part(exact.view(-1), job.route)
+        job.feedback.add_to(part, times=ranks)
     aside = Meter()  # a measurement is no part of what an all-reduce costs, but its bytes are bytes
     plans: list[Plan] = []
 
@@ -88,6 +95,6 @@ def reduce_and_measure(tensor: Tensor, job: Job, quality: Quality) -> None:
         quality.expect(plan, mean)
 
     reduce_tensor(tensor, job._replace(watch=watch))
-    reduce_tensor(exact, job._replace(codec=Exact(exact.dtype), meter=aside))
+    reduce_tensor(exact, job._replace(codec=Exact(exact.dtype), meter=aside, feedback=None))
     job.meter.bytes["measurement"] += aside.bytes_sent
     quality.measure(job.step, plans, tensor.view(-1), exact.view(-1))

@@ -29,6 +29,7 @@ class Settings:
     measure_every: int
     lanes: int | None
     timeout: float
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         if self.codec is not None and not isinstance(self.codec, Codec):
@@ -39,6 +40,13 @@ class Settings:
             _check_count("lanes", self.lanes, 1)
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
             raise ConfigError(f"timeout cannot be {self.timeout!r}; allowed: seconds above 0")
+        if not isinstance(self.error_feedback, bool):
+            raise ConfigError(f"error_feedback cannot be {self.error_feedback!r}; allowed: True or False")
+        if self.error_feedback and self.codec is not None and type(self.codec).residual is Codec.residual:
+            raise ConfigError(
+                f"error_feedback cannot be True with {self.codec!r}, which cannot tell what its encodings lose; "
+                "allowed: a codec with a method residual, such as dynamiq_core.DynamiQ"
+            )
         find_schedule(self.schedule)
 
     @property

@@ -32,7 +32,7 @@ def _accumulate(first: Any, last: Any, message: Any, slot: Any, chunk: Any, tota
         fetch_ahead(total, k, last, chunk)
         read(values, total, start, count, ZERO)
         add_message(values, message, k, slot, ONE, chunk, keys)
-        write(total, values, start, count, ZERO)
+        write(total, values, start, count)
 
 
 def decompress_accumulate(message: Tensor, total: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int) -> None:

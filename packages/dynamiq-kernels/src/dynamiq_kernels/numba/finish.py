@@ -1,4 +1,4 @@
-"""Decode a final message into the bucket: decompress, divide by n, add the mean, round to the bucket's dtype."""
+"""Decode a final message into the bucket: decompress, add one n-th to the mean, round to the bucket's dtype."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from dynamiq_kernels.numba.philox import SIZE, expand_key
 from dynamiq_kernels.numba.quantise import add_message
 from dynamiq_kernels.numba.threads import for_each_range
 
-ZERO = np.float32(0.0)
-
 
 @kernel
-def _finish(first: Any, last: Any, message: Any, slot: Any, workers: Any, chunk: Any, out: Any) -> None:
+def _finish(first: Any, last: Any, message: Any, slot: Any, share: Any, chunk: Any, out: Any) -> None:
     keys = stack(SIZE, np.uint64)
     expand_key(keys, chunk.key)
     for k in range(first, last):
@@ -29,15 +27,16 @@ def _finish(first: Any, last: Any, message: Any, slot: Any, workers: Any, chunk:
         super_group = np.int64(array_at(chunk.index, np.int32)[k])
         start = super_group * SUPER_GROUP
         fetch_ahead(out, k, last, chunk)
+        mean = array_at(chunk.mean, np.float32)[super_group]
         for i in range(SUPER_GROUP):
-            values[i] = ZERO
+            values[i] = mean
         if array_at(chunk.width, np.int32)[k] > 0:
-            add_message(values, message, k, slot, workers, chunk, keys)
-        write(out, values, start, min(chunk.numel - start, SUPER_GROUP), array_at(chunk.mean, np.float32)[super_group])
+            add_message(values, message, k, slot, share, chunk, keys)
+        write(out, values, start, min(chunk.numel - start, SUPER_GROUP))
 
 
 def finish(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Tensor) -> None:
     """Write the mean over the workers into a chunk of ``out``; see `dynamiq_core.reference`."""
     view = chunk_arguments(plan, chunk)
-    workers = np.float32(plan.workers)
-    for_each_range(_finish, plan.lengths[chunk], message.data_ptr(), slot, workers, view, gradient_arguments(out))
+    share = np.float32(1 / plan.workers)
+    for_each_range(_finish, plan.lengths[chunk], message.data_ptr(), slot, share, view, gradient_arguments(out))

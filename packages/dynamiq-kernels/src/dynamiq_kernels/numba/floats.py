@@ -111,21 +111,21 @@ def read(values: Any, x: Any, start: Any, count: Any, mean: Any) -> None:
 
 
 @device
-def write(out: Any, values: Any, start: Any, count: Any, mean: Any) -> None:
-    """The first ``count`` of float32 [256] plus the mean into ``out[start : start + count]``, rounded to its dtype."""
+def write(out: Any, values: Any, start: Any, count: Any) -> None:
+    """The first ``count`` of float32 [256] into ``out[start : start + count]``, rounded to its dtype."""
     if out.kind == FLOAT32:
         wide = array_at(out.address + 4 * start, np.float32)
         for i in range(count):
-            wide[i] = values[i] + mean
+            wide[i] = values[i]
     else:
         narrow = array_at(out.address + 2 * start, np.uint16)
         rounded = stack(256, np.uint16)
         if out.kind == BFLOAT16:
             for i in range(SUPER_GROUP):
-                rounded[i] = to_bfloat16(values[i] + mean)
+                rounded[i] = to_bfloat16(values[i])
         else:
             for i in range(SUPER_GROUP):
-                rounded[i] = to_float16(values[i] + mean)
+                rounded[i] = to_float16(values[i])
         for i in range(count):
             narrow[i] = rounded[i]
 

@@ -12,7 +12,7 @@ from dynamiq_core import DynamiQPlan
 from dynamiq_kernels.triton.gradients import lanes_within, load, store, tail_of
 from dynamiq_kernels.triton.hop import RANDOM
 from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of
-from dynamiq_kernels.triton.quantise import decode
+from dynamiq_kernels.triton.quantise import add_message
 
 
 @triton.jit(
@@ -38,7 +38,7 @@ def accumulate_kernel(
         counter = (j * 32 + lane).to(tl.uint32, bitcast=True)
         within = lanes_within(counter, numel, TAIL)
         values = load(total, j, within, numel, TAIL)
-        values += decode(message, k, w, at, counter, slot, 1.0, chunk, random, DITHERED, LINEAR, False, FEWEST)
+        values = add_message(values, message, k, w, at, counter, slot, 1.0, chunk, random, DITHERED, LINEAR, FEWEST)
         # Past the end nothing is written: the last super-group must be added once.
         store(total, values, j, within & (place < number), numel, TAIL)
 

@@ -13,10 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dynamiq_kernels.triton.lanes import floating, unsigned
-
-NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
-"""Whether conversions to bfloat16 are the device's: the interpreter's do not round to nearest."""
+from dynamiq_kernels.triton.lanes import NATIVE, floating, unsigned
 
 
 def tail_of(numel: int) -> int:
@@ -95,7 +92,7 @@ def to_float32(x):
 
 @triton.jit
 def from_float32(x, dtype: tl.constexpr):
-    """Rounded to nearest even."""
+    """Rounded to nearest even, which the interpreter does not do for bfloat16."""
     if dtype == tl.bfloat16 and not NATIVE:
         return round_to_bfloat16(x).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:

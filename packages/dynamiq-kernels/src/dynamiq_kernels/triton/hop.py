@@ -15,7 +15,7 @@ from dynamiq_core.scales import SUPER_BYTES, group_bytes
 from dynamiq_kernels.triton.gradients import coordinates_within, lanes_within, load, tail_of
 from dynamiq_kernels.triton.lanes import largest_bits
 from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of, stratum_of
-from dynamiq_kernels.triton.quantise import decode, encode
+from dynamiq_kernels.triton.quantise import add_message, encode
 
 _CLEARED = tl.constexpr(1024)
 
@@ -51,8 +51,8 @@ def hop_kernel(
         within = lanes_within(counter, numel, TAIL)
         values = load(x, j, within, numel, TAIL) - tl.load(mean + j)[None]
         for i in tl.static_range(RECEIVED):
-            values += decode(
-                messages[i], k, w, at, counter, slots[i] >> 5, 1.0, chunk, random, DITHERED, LINEAR, False, FEWEST
+            values = add_message(
+                values, messages[i], k, w, at, counter, slots[i] >> 5, 1.0, chunk, random, DITHERED, LINEAR, FEWEST
             )
         if TAIL == 2:
             values = tl.where(coordinates_within(j, numel), values, 0.0)
