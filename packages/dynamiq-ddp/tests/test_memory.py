@@ -1,7 +1,7 @@
 """How much memory an all-reduce takes beside the gradient itself, as torch's allocator counts it.
 
-The allocator reports what a thread allocates and frees to that thread's profiler. So rank 0 is this thread, and the other
-ranks are threads beside it.
+The allocator reports what a thread allocates and frees to that thread's profiler. So rank 0 is this thread, and the
+other ranks are threads beside it.
 """
 
 from __future__ import annotations
