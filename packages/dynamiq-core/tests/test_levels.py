@@ -56,7 +56,9 @@ def test_positions_invert_levels_and_are_straight_between_them(width: int, bend:
     torch.testing.assert_close(positions(level[None], ONE, row)[0] + centre, codes, rtol=0, atol=4e-5)
     for fraction in (0.25, 0.5, 0.875):
         between = level[:-1] + fraction * level.diff()
-        torch.testing.assert_close(positions(between[None], ONE, row)[0] + centre, codes[:-1] + fraction, rtol=0, atol=4e-5)
+        torch.testing.assert_close(
+            positions(between[None], ONE, row)[0] + centre, codes[:-1] + fraction, rtol=0, atol=4e-5
+        )
 
 
 @pytest.mark.parametrize("bend", BENDS)

@@ -93,7 +93,9 @@ def test_no_position_passes_the_centre(bend: float) -> None:
             position = positions(values, inverse, row)
             assert (position <= row[0, 0]).all()
             assert (position >= row[0, 0] * (1 - 2**-20)).all()
-            assert torch.equal(torch.round(position + (1 - 2**-16 + row[0, 0] - 0.5)), (2 * row[:1, :1]).expand_as(position))
+            assert torch.equal(
+                torch.round(position + (1 - 2**-16 + row[0, 0] - 0.5)), (2 * row[:1, :1]).expand_as(position)
+            )
 
 
 @pytest.mark.parametrize("scales", ["log", "linear"])
