@@ -79,8 +79,8 @@ def test_entries_never_exceed_one(scales: Scales) -> None:
 def test_no_position_passes_the_centre(bend: float) -> None:
     """All log scales there are, at widths of 1 to 8 bits: an entry as large as its scale, and one of each linear scale.
 
-    A position beyond the centre could round to a code that does not exist. None falls short of it by more than twice the
-    margin either: what is lost there would be a bias.
+    A position beyond the centre could round to a code that does not exist. None falls short of it by more than twice
+    the margin either: what is lost there would be a bias.
     """
     top = torch.arange(128, 256).float() / 128
     ratios = decode_scales(top.bfloat16(), torch.arange(15, dtype=torch.uint8).expand(128, 15), "log").flatten()
