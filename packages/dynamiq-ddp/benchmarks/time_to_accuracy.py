@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -100,8 +99,11 @@ class Installed:
             model.register_comm_hook(state, powerSGD_hook)
 
 
-def bf16_by_gloo(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook, which DDP refuses under its own name unless NCCL carries it; Gloo adds bfloat16 as well."""
+def bf16_by_gloo(state, bucket):
+    """torch's hook, which DDP refuses under its own name unless NCCL carries it; Gloo adds bfloat16 as well.
+
+    Without annotations, since DDP compares them with what it expects, and here they would be text.
+    """
     return bf16_compress_hook(dist.group.WORLD, bucket)
 
 
