@@ -15,14 +15,15 @@ from torch import Tensor
 
 from dynamiq_core import Codec, DynamiQ
 from dynamiq_core.baselines import BF16
+from dynamiq_ddp import DynamiQState
 from dynamiq_ddp.route import find_route
 from dynamiq_kernels import operations, warmup
-from dynamiq_transport import Handle, Message, Transport, run_local
+from dynamiq_transport import Handle, LocalTransport, Message, Transport, run_local
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of an interface, not an address
 torch.set_num_threads(1)  # ranks are threads already
 
-CODECS: dict[str, Callable[[], Codec[Any]]] = {"bf16": BF16, "dynamiq": DynamiQ}
+CODECS: dict[str, Callable[[], Codec[Any]]] = {"bf16": BF16, "dynamiq": lambda: DynamiQ(operations=operations())}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -71,6 +72,38 @@ def ddp_ranks() -> Callable[..., list[Any]]:
         return [future.result() for future in futures]
 
     return launch
+
+
+@pytest.fixture
+def states(ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """``states(size, function, **settings)`` calls ``function(state, rank)`` on ranks with a state each."""
+
+    def run(
+        size: int,
+        function: Callable[[DynamiQState, int], Any],
+        *,
+        lanes: int = 2,
+        timeout: float = 30.0,
+        **settings: Any,
+    ) -> list[Any]:
+        groups = [LocalTransport.group(size, timeout=timeout) for _ in range(lanes)]
+        settings = {"codec": BF16(), "min_compress_numel": 0, **settings}
+
+        def work(outer: Transport) -> Any:
+            mine = iter(groups)
+            state = DynamiQState(transport=lambda: next(mine)[outer.rank], lanes=lanes, timeout=timeout, **settings)
+            try:
+                return function(state, outer.rank)
+            finally:
+                state.close()
+
+        results = ranks(size, work)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    return run
 
 
 @pytest.fixture

@@ -5,7 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynamiq_core import DynamiQ
-from dynamiq_ddp import all_reduce, engine
+from dynamiq_ddp import Meter, all_reduce, engine
+from dynamiq_ddp.feedback import Feedback, Residual
+from dynamiq_ddp.route import find_route
 
 READS = {
     "aten::_local_scalar_dense",
@@ -38,9 +40,11 @@ def test_the_mode_sees_reads():
             read()
 
 
-@pytest.mark.parametrize("schedule", ["ring", "butterfly", "direct"])
-@pytest.mark.parametrize("n", [2, 3])
-def test_an_all_reduce_reads_nothing(n, schedule, ranks, random_rows, monkeypatch, same_bits):
+@pytest.mark.parametrize(
+    ("schedule", "n"),
+    [*((schedule, n) for schedule in ("ring", "butterfly", "direct") for n in (2, 3)), ("hierarchical:2", 4)],
+)
+def test_an_all_reduce_reads_nothing(schedule, n, ranks, random_rows, monkeypatch, same_bits):
     rows = random_rows(n, 3000)
     plain = ranks(
         n, lambda t: all_reduce(rows[t.rank].clone(), transport=t, codec=DynamiQ(), schedule=schedule, check=False)
@@ -56,3 +60,19 @@ def test_an_all_reduce_reads_nothing(n, schedule, ranks, random_rows, monkeypatc
 
     for result, expected in zip(ranks(n, work), plain, strict=True):
         assert same_bits(result, expected)
+
+
+def test_error_feedback_reads_nothing(ranks, random_rows, monkeypatch):
+    monkeypatch.setattr(engine, "_raise_if_wrong", lambda *_: None)
+    rows, codec = random_rows(2, 3000), DynamiQ()
+
+    def work(transport):
+        residual = Residual()
+        job = engine.Job(transport, codec, find_route("ring", transport.rank, 2), 0, 0, Meter())
+        with NoHostReads():
+            for scale in (1.0, 2.0):
+                tensor = rows[transport.rank].clone()
+                engine.reduce_tensor(tensor, job._replace(feedback=Feedback(residual, scale)))
+        return residual.values
+
+    assert all(values.count_nonzero() > 2000 for values in ranks(2, work))

@@ -166,6 +166,44 @@ def test_buckets_that_are_rebuilt(ddp_ranks):
     assert stats.bytes_agreement == 5 * 16
 
 
+@pytest.mark.parametrize("as_view", [False, True])
+def test_error_feedback_across_a_rebuild(as_view, ddp_ranks):
+    """What was lost for the bucket of 40 is not given to the buckets of 4 and 16; from then on nothing is lost."""
+
+    def work(group, feedback=True):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=1e-6, gradient_as_bucket_view=as_view)
+        state = DynamiQState(bits=3.0, process_group=group, min_compress_numel=0, error_feedback=feedback)
+        ddp.register_comm_hook(state, dynamiq_hook)
+        seen = []
+        for _ in range(5):
+            ddp.zero_grad()
+            ddp(torch.tensor([[0.3, 0.9, 1.7, 2.2]]) * (group.rank() + 1)).square().sum().backward()
+            seen.append([p.grad.clone() for p in ddp.parameters()])
+        if not feedback:
+            return seen, None
+        buckets = state.state_dict()["residuals"]["buckets"]
+        return seen, [buckets[index]["values"].clone() for index in sorted(buckets)]
+
+    plain = ddp_ranks(2, lambda group: work(group, feedback=False))[0][0]
+    (first, mine), (second, theirs) = ddp_ranks(2, work)
+    assert all(torch.equal(x, y) for a, b in zip(first, second, strict=True) for x, y in zip(a, b, strict=True))
+    equal = [all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) for a, b in zip(first, plain, strict=True)]
+    assert equal[:2] == [True, True]
+    assert not any(equal[2:])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    for factor in (1, 2):
+        (model(torch.tensor([[0.3, 0.9, 1.7, 2.2]]) * factor).square().sum() / 2).backward()
+    lost = [(a + b) / 2 for a, b in zip(mine, theirs, strict=True)]
+    for index, parameter in enumerate(reversed(list(model.parameters()))):  # the order of the buckets
+        applied = sum(seen[3 - index] for seen in first[1:])
+        assert torch.allclose(applied.flatten() + lost[index], 4 * parameter.grad.flatten(), rtol=1e-5)
+
+
 def test_empty_and_frozen_parameters(ddp_ranks):
     def work(group):
         class Odd(nn.Module):

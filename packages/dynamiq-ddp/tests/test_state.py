@@ -17,31 +17,6 @@ from dynamiq_ddp import CommunicationError, ConfigMismatchError, DynamiQState, s
 from dynamiq_transport import LocalTransport, ring
 
 
-@pytest.fixture
-def states(ranks):
-    """``states(size, function, **settings)`` calls ``function(state, rank)`` on ranks with a state each."""
-
-    def run(size, function, *, lanes=2, timeout=30.0, **settings):
-        groups = [LocalTransport.group(size, timeout=timeout) for _ in range(lanes)]
-        settings = {"codec": BF16(), "min_compress_numel": 0, **settings}
-
-        def work(outer):
-            mine = iter(groups)
-            state = DynamiQState(transport=lambda: next(mine)[outer.rank], lanes=lanes, timeout=timeout, **settings)
-            try:
-                return function(state, outer.rank)
-            finally:
-                state.close()
-
-        results = ranks(size, work)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
-
-    return run
-
-
 def step(state, tensors):
     """One backward pass: begin every bucket, then wait for all."""
     futures = [state.begin(tensor, index=index) for index, tensor in enumerate(tensors)]
@@ -64,6 +39,8 @@ def step(state, tensors):
         ({"lanes": 0}, "lanes cannot be 0"),
         ({"timeout": 0}, "timeout cannot be 0"),
         ({"timeout": None}, "timeout cannot be None"),
+        ({"error_feedback": 1}, "error_feedback cannot be 1; allowed: True or False"),
+        ({"error_feedback": True, "codec": BF16()}, r"error_feedback cannot be True with BF16\(\)"),
         ({"transport": list, "process_group": object()}, "transport cannot be given together with process_group"),
     ],
 )

@@ -5,7 +5,7 @@ from dynamiq_core.dynamiq import DynamiQ, Operations
 from dynamiq_core.errors import BackendError, ConfigError, DynamiQError, InputError
 from dynamiq_core.metrics import vnmse
 from dynamiq_core.plan import DynamiQPlan
-from dynamiq_core.protocol import Codec, Plan, Received
+from dynamiq_core.protocol import Codec, Encoding, Plan, Received
 
 __version__ = "0.1.0"
 
@@ -19,6 +19,7 @@ __all__ = [
     "DynamiQ",
     "DynamiQError",
     "DynamiQPlan",
+    "Encoding",
     "InputError",
     "Operations",
     "Plan",

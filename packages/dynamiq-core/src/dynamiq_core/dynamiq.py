@@ -13,9 +13,9 @@ from dynamiq_core import reference, statistics, wire
 from dynamiq_core.config import CodecConfig
 from dynamiq_core.errors import InputError
 from dynamiq_core.plan import DynamiQPlan, make_plan
-from dynamiq_core.protocol import Codec, Received
+from dynamiq_core.protocol import Codec, Encoding, Received
 from dynamiq_core.rounding import Key
-from dynamiq_core.statistics import super_groups
+from dynamiq_core.statistics import as_super_groups, super_groups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Gradient dtypes that the codec reads and writes; all arithmetic is float32."""
@@ -203,6 +203,29 @@ class DynamiQ(Codec[DynamiQPlan]):
         _check_message("message", message, plan, chunk)
         self.operations.finish(message, plan, chunk=chunk, slot=slot, out=out)
         return out
+
+    def residual(self, encodings: Sequence[Encoding], x: Tensor, plan: DynamiQPlan) -> Tensor:
+        """What a rank's own encodings lost; see `Codec.residual`.
+
+        Super-groups of width 0 lose all of what went in but the mean, which is added back at the end and so not lost.
+
+        Raises:
+            InputError: an argument does not fit the plan.
+        """
+        _check_vector("x", x, plan)
+        values = as_super_groups(x) - plan.mean[:, None]
+        if len(encodings) < len(plan.sizes):
+            encoded = torch.zeros(len(values) + 1, dtype=torch.bool, device=x.device)
+            for encoding in encodings:
+                encoded[plan.index[encoding.chunk].to(torch.int64)] = True  # -1, past a chunk's end, is the extra one
+            values = torch.where(encoded[:-1, None], values, 0.0)
+        went_in = values.flatten()[: plan.numel]
+        carried = torch.zeros_like(went_in)
+        for chunk, slot, received, message in encodings:
+            for part, sender_slot in received:
+                self.decompress_accumulate(part, went_in, plan, chunk=chunk, slot=sender_slot)
+            self.decompress_accumulate(message, carried, plan, chunk=chunk, slot=slot)
+        return went_in.sub_(carried)
 
 
 def _check_vector(name: str, x: Tensor, plan: DynamiQPlan | None = None) -> None:

@@ -17,12 +17,30 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from dynamiq_core.errors import ConfigError
+
 
 class Received(NamedTuple):
     """A message that arrived for a chunk, and the slot under which its sender encoded it."""
 
     message: Tensor
     slot: int
+
+
+class Encoding(NamedTuple):
+    """One encoding of a chunk that a rank has made: of its own gradient and what it had received.
+
+    Attributes:
+        chunk: which chunk.
+        slot: under which it was encoded.
+        received: what went in besides the gradient, in that order.
+        message: what came out.
+    """
+
+    chunk: int
+    slot: int
+    received: Sequence[Received]
+    message: Tensor
 
 
 class Plan(Protocol):
@@ -103,3 +121,19 @@ class Codec(ABC, Generic[P]):
     @abstractmethod
     def decompress(self, message: Tensor, plan: P, *, chunk: int, slot: int, out: Tensor) -> Tensor:
         """Write the mean over the workers of the chunk's coordinates into ``out`` [d]; other chunks stay."""
+
+    def residual(self, encodings: Sequence[Encoding], x: Tensor, plan: P) -> Tensor:
+        """What a rank's own encodings of one all-reduce lost: float32 [d], what went in minus what the messages carry.
+
+        Its sum over the ranks is exactly what the sum of the gradients lost on its way through all hops, so a rank that
+        adds its own part to its next gradient makes up for it (error feedback). A codec need not offer this.
+
+        Args:
+            encodings: at most one for each chunk; coordinates of other chunks come out as 0.
+            x: the gradient that was encoded, [d].
+            plan: of that all-reduce.
+
+        Raises:
+            ConfigError: this codec does not offer it.
+        """
+        raise ConfigError(f"{self!r} cannot tell what its encodings lose; allowed for error feedback: a codec that can")

@@ -37,4 +37,4 @@ def dynamiq_hook(state: DynamiQState, bucket: GradBucket) -> torch.futures.Futur
             f"dynamiq_hook cannot average a {type(bucket).__name__}; allowed: a bucket of DistributedDataParallel, "
             "through register_comm_hook. FSDP shards gradients and has hooks of another kind."
         )
-    return state.begin(bucket.buffer(), index=bucket.index())
+    return state.begin(bucket.buffer(), index=bucket.index(), parameters=bucket.parameters())

@@ -8,9 +8,8 @@ from typing import Any
 
 from dynamiq_core import Codec, CodecConfig, ConfigError, DynamiQ
 from dynamiq_kernels import Backend
-from dynamiq_transport import ScheduleFunction
 
-from .route import find_function
+from .route import ScheduleChoice, find_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +23,13 @@ class Settings:
     config: CodecConfig
     backend: Backend
     codec: Codec[Any] | None
-    schedule: str | ScheduleFunction
+    schedule: ScheduleChoice
     min_compress_numel: int
     warmup_steps: int
     measure_every: int
     lanes: int | None
     timeout: float
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         if self.codec is not None and not isinstance(self.codec, Codec):
@@ -40,7 +40,14 @@ class Settings:
             _check_count("lanes", self.lanes, 1)
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
             raise ConfigError(f"timeout cannot be {self.timeout!r}; allowed: seconds above 0")
-        find_function(self.schedule)
+        if not isinstance(self.error_feedback, bool):
+            raise ConfigError(f"error_feedback cannot be {self.error_feedback!r}; allowed: True or False")
+        if self.error_feedback and self.codec is not None and type(self.codec).residual is Codec.residual:
+            raise ConfigError(
+                f"error_feedback cannot be True with {self.codec!r}, which cannot tell what its encodings lose; "
+                "allowed: a codec with a method residual, such as dynamiq_core.DynamiQ"
+            )
+        find_schedule(self.schedule)
 
     @property
     def bits(self) -> float | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +20,16 @@ from torch.futures import Future
 
 from dynamiq_core import Codec, CodecConfig, ConfigError, DynamiQ, DynamiQError
 from dynamiq_kernels import Backend
-from dynamiq_transport import DEFAULT_TIMEOUT, ScheduleFunction, Transport
+from dynamiq_transport import DEFAULT_TIMEOUT, Transport
 
 from .backend import make_codec
 from .connect import connect, default_group
-from .engine import DTYPES, Job, compare_ranks, describe
+from .engine import DTYPES, Job, compare_ranks, describe, route_of
 from .exact import Exact
+from .feedback import Feedback, Residuals
 from .lanes import Lane, Lanes, Pending, Work
 from .quality import reduce_and_measure, reduce_and_predict
-from .route import Route, find_route, quick_route
+from .route import NodeRoute, Route, ScheduleChoice, measures, quick_route
 from .settings import Settings
 from .stats import Stats, collect
 
@@ -47,7 +49,7 @@ class DynamiQState:
 
     Args:
         bits: budget per coordinate and direction of the all-reduce, everything included.
-        schedule: ``"ring"``, ``"butterfly"``, ``"direct"``, or a function ``(rank, size) -> Schedule``.
+        schedule: as for `all_reduce`. ``"auto"`` measures the network in the first backward pass.
         backend: what carries out the codec's operations; ``"auto"`` takes the fastest that can run.
         codec: instead of ``bits``, ``backend`` and ``seed``: a codec that is made already.
         process_group: the ranks to average over, as given to DDP; the default group when None.
@@ -59,6 +61,9 @@ class DynamiQState:
         lanes: buckets that may be in flight at the same time; 2 on CPU and 1 on CUDA when None.
         timeout: seconds to wait for another rank.
         seed: of the random numbers, shared by all ranks.
+        error_feedback: whether every rank adds what its messages of a bucket lost to that bucket's next gradient, so
+            that errors do not pile up over the steps. Keeps 4 bytes for each coordinate that is compressed; see
+            `loss_scale` and `reset_residuals`.
         transport: instead of ``process_group``: called at first use, once for each lane, to make the lane's transport.
 
     Raises:
@@ -69,7 +74,7 @@ class DynamiQState:
         self,
         *,
         bits: float = 5.0,
-        schedule: str | ScheduleFunction = "ring",
+        schedule: ScheduleChoice = "ring",
         backend: Backend = "auto",
         codec: Codec[Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -79,6 +84,7 @@ class DynamiQState:
         lanes: int | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         seed: int = 0,
+        error_feedback: bool = False,
         transport: Callable[[], Transport] | None = None,
     ) -> None:
         if codec is not None and (bits, backend, seed) != (5.0, "auto", 0):
@@ -95,6 +101,7 @@ class DynamiQState:
             measure_every=measure_every,
             lanes=lanes,
             timeout=timeout,
+            error_feedback=error_feedback,
         )
         self._start(process_group, transport, steps=0)
 
@@ -106,6 +113,7 @@ class DynamiQState:
         self._steps = steps
         self._exposed = 0.0
         self._past: list[Lane] = []  # closed, but they count
+        self._residuals = Residuals()
         self._forget()
 
     def _forget(self) -> None:
@@ -119,12 +127,13 @@ class DynamiQState:
 
     # ------------------------------------------------------------------ buckets
 
-    def begin(self, tensor: Tensor, *, index: int) -> Future[Tensor]:
+    def begin(self, tensor: Tensor, *, index: int, parameters: Sequence[Tensor] = ()) -> Future[Tensor]:
         """Start to average a bucket; what `dynamiq_hook` calls.
 
         Args:
             tensor: the bucket's gradients, written in place.
             index: of the bucket; the first of a step has index 0.
+            parameters: whose gradients they are, in order. What is kept for a bucket is kept for these.
         """
         lanes = self._connect(tensor.device)
         if index == 0:
@@ -132,12 +141,12 @@ class DynamiQState:
             self._watch()
         if lanes is None or tensor.numel() == 0:
             return _completed(tensor)
-        future, pending = lanes.begin(index, self._work(tensor, lanes, bucket=index), tensor.device)
+        future, pending = lanes.begin(index, self._work(tensor, lanes, parameters, bucket=index), tensor.device)
         if pending is not None:
             self._pending.append(pending)
         return future
 
-    def _work(self, tensor: Tensor, lanes: Lanes, *, bucket: int) -> Work:
+    def _work(self, tensor: Tensor, lanes: Lanes, parameters: Sequence[Tensor], *, bucket: int) -> Work:
         """What a lane does for a bucket. It holds no reference to the state, which may be gone before."""
         step = max(self._steps - 1, 0)
         try:
@@ -146,7 +155,9 @@ class DynamiQState:
             return _report(error, tensor.device, step=step, bucket=bucket)
         every = self._settings.measure_every
         measured = every > 0 and step % every == 0 and not isinstance(codec, Exact)
-        facts = describe(tensor, codec, route, step=step, bucket=bucket) | {"measured": measured}
+        feedback = self._feedback(tensor, codec, lanes, parameters, bucket=bucket)
+        facts = describe(tensor, codec, route, step=step, bucket=bucket)
+        facts |= {"measured": measured, "error feedback": feedback is not None}
         layout = {name: fact for name, fact in facts.items() if name != "step"}
         compared = self._compared.get(bucket) == layout
         self._compared[bucket] = layout
@@ -156,23 +167,31 @@ class DynamiQState:
                 compare_ranks(facts, lane.transport, tensor.device, lane.meter, step=step, bucket=bucket)
             # A sparse gradient has other rows on every rank; the messages hold all of them.
             dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
-            job = Job(lane.transport, codec, route, step, bucket, lane.meter)
+            job = Job(lane.transport, codec, route, step, bucket, lane.meter, feedback=feedback)
             (reduce_and_measure if measured else reduce_and_predict)(dense, job, lane.quality)
             return dense if dense is tensor else dense.to_sparse(tensor.sparse_dim())
 
         return work
 
-    def _choose(self, tensor: Tensor, lanes: Lanes, step: int) -> tuple[Codec[Any], Route]:
+    def _choose(self, tensor: Tensor, lanes: Lanes, step: int) -> tuple[Codec[Any], Route | NodeRoute]:
         """How a bucket is averaged: a function of what is the same on all ranks."""
         settings = self._settings
         if tensor.numel() < settings.min_compress_numel:
             return Exact(tensor.dtype), quick_route(lanes.rank, lanes.size)
-        route = find_route(settings.schedule, lanes.rank, lanes.size)
-        if tensor.dtype not in DTYPES or step < settings.warmup_steps:
-            return Exact(tensor.dtype), route
-        if self._codec is None:
-            self._codec = settings.codec or make_codec(settings.config, settings.backend, tensor.device)
-        return self._codec, route
+        codec: Codec[Any] = Exact(tensor.dtype)
+        if tensor.dtype in DTYPES and step >= settings.warmup_steps:
+            if self._codec is None:
+                self._codec = settings.codec or make_codec(settings.config, settings.backend, tensor.device)
+            codec = self._codec
+        return codec, route_of(settings.schedule, lanes.lanes[0].transport, codec, tensor)
+
+    def _feedback(
+        self, tensor: Tensor, codec: Codec[Any], lanes: Lanes, parameters: Sequence[Tensor], *, bucket: int
+    ) -> Feedback | None:
+        if not self._settings.error_feedback or isinstance(codec, Exact):
+            return None
+        shapes = tuple(tuple(parameter.shape) for parameter in parameters) or ((tensor.numel(),),)
+        return self._residuals.feedback(bucket, tensor.dtype, parameters, shapes, rank=lanes.rank, size=lanes.size)
 
     def _watch(self) -> None:
         """Have the end of this backward pass wait for the buckets, and raise what went wrong as it was raised.
@@ -203,7 +222,15 @@ class DynamiQState:
             return None
         self.close()  # a process group that is gone took its ranks along
         settings = self._settings
-        lanes = connect(ranks, number=settings.lanes, timeout=settings.timeout, device=device, step=self._steps)
+        measured = measures(settings.schedule)
+        lanes = connect(
+            ranks,
+            number=settings.lanes,
+            timeout=settings.timeout,
+            device=device,
+            step=self._steps,
+            measured=measured,
+        )
         self._lanes, self._bound_to = lanes, ranks
         self._closer = weakref.finalize(self, lanes.close)
         _LOGGER.info("%r: rank %d of %d, %d lanes on %s", self, lanes.rank, lanes.size, len(lanes.lanes), device)
@@ -238,6 +265,26 @@ class DynamiQState:
         self._settings = self._settings.with_bits(bits)
         self._codec = None
 
+    @property
+    def loss_scale(self) -> float:
+        """By how much the loss is multiplied before the backward pass; 1 if it is not.
+
+        Only error feedback asks for it: residuals are in units of the scaled gradient. Where a ``GradScaler`` changes
+        the scale, tell it after every ``scaler.update()``: ``state.loss_scale = scaler.get_scale()``. Without that,
+        residuals are of the wrong size in the step after a change, once, and right again afterwards.
+        """
+        return self._residuals.scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+            raise ConfigError(f"loss_scale cannot be {scale!r}; allowed: a finite number above 0")
+        self._residuals.scale = float(scale)
+
+    def reset_residuals(self) -> None:
+        """Forget what error feedback has kept, for instance when other parameters have been loaded into the model."""
+        self._residuals.reset()
+
     def stats(self) -> Stats:
         """Totals of this rank since the state was made."""
         lanes = [*self._past, *([] if self._lanes is None else self._lanes.lanes)]
@@ -264,15 +311,24 @@ class DynamiQState:
     # --------------------------------------------------------------- checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run needs to continue with the same random numbers: plain numbers and text."""
-        return {"version": _VERSION, "steps": self._steps, "codec": self._settings.fingerprint()}
+        """What a run needs to continue with the same random numbers: plain numbers and text.
+
+        With error feedback also this rank's residuals, as tensors: then every rank has to save its own. Call it between
+        steps.
+        """
+        state: dict[str, Any] = {"version": _VERSION, "steps": self._steps, "codec": self._settings.fingerprint()}
+        if self._settings.error_feedback:
+            state["residuals"] = self._residuals.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where another state stopped; on every rank.
 
         Settings stay those of this state; a warning says if the codec differs. The number of ranks may be another one:
-        nothing else is carried over. A run continues bit for bit when also DDP's buckets are the same. DDP arranges
-        them anew after the first backward pass, so make one before parameters, optimiser and state are loaded.
+        nothing is carried over that belongs to a rank but the residuals of error feedback, which are dropped with a
+        warning on a rank to which they do not belong. A run continues bit for bit when also DDP's buckets are the same.
+        DDP arranges them anew after the first backward pass, so make one before parameters, optimiser and state are
+        loaded.
 
         Raises:
             ConfigError: the dictionary is not from `state_dict`, or from another version of it.
@@ -282,17 +338,30 @@ class DynamiQState:
         mine = self._settings.fingerprint()
         if state.get("codec") != mine:
             warnings.warn(f"the state was saved with codec {state.get('codec')}, and goes on with {mine}", stacklevel=2)
+        residuals = state.get("residuals")
+        if residuals is not None and not self._settings.error_feedback:
+            warnings.warn("the residuals that were saved are dropped, as error_feedback is False here", stacklevel=2)
+        elif residuals is not None:
+            self._residuals.load_state_dict(residuals)
+        else:
+            self._residuals.reset()
         self._steps = state["steps"]
         self._compared.clear()  # the ranks compare their steps, too
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings and steps. Process groups and transports belong to the process."""
+        """Settings, steps and residuals. Process groups and transports belong to the process."""
         dropped = [name for name in ("process_group", "transport") if getattr(self, f"_{name}") is not None]
-        return {"settings": self._settings.portable(), "steps": self._steps, "dropped": dropped}
+        return {
+            "settings": self._settings.portable(),
+            "steps": self._steps,
+            "dropped": dropped,
+            "residuals": self._residuals.state_dict(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._settings = state["settings"]
         self._start(None, None, steps=state["steps"])
+        self._residuals.load_state_dict(state["residuals"])
         for name in state["dropped"]:
             warnings.warn(
                 f"{name} is not kept with a DynamiQState; it uses the default group from now on", stacklevel=2

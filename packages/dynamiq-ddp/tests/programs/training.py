@@ -93,13 +93,14 @@ def compiled():
 
 
 def resumed():
-    """Six steps, against three, a checkpoint, and three more in a new process's worth of objects.
+    """Six steps with error feedback, against three, a checkpoint, and three more in a new process's worth of objects.
 
     DDP arranges its buckets anew after the first backward pass. The new model makes one before it loads the
     checkpoint, so that it has the arrangement of the old one.
     """
-    whole = digest(train(wrap(network(), DynamiQState(min_compress_numel=0)), 6))
-    state = DynamiQState(min_compress_numel=0)
+    settings = {"min_compress_numel": 0, "bits": 3.0, "error_feedback": True}
+    whole = digest(train(wrap(network(), DynamiQState(**settings)), 6))
+    state = DynamiQState(**settings)
     ddp = wrap(network(), state)
     train(ddp, 3)
     file = io.BytesIO()
@@ -108,7 +109,7 @@ def resumed():
     for kind in ("state", "pickled"):
         file.seek(0)
         saved = torch.load(file, weights_only=False)
-        state = DynamiQState(min_compress_numel=0) if kind == "state" else saved["pickled"]
+        state = DynamiQState(**settings) if kind == "state" else saved["pickled"]
         steps = state.steps
         ddp = wrap(network(), state)
         train(ddp, 1, first=50)
