@@ -1,6 +1,6 @@
 """Codecs side by side on gradients of the demo's model: bits on the wire, vNMSE, bias, direction, and codec time.
 
-    python packages/dynamiq-ddp/benchmarks/gradient_error.py [--ranks 2 4 8 16] [--steps 5 40] [--schedules ring] [--json]
+    python packages/dynamiq-ddp/benchmarks/gradient_error.py [--ranks 2 4 8 16] [--steps 5 40] [--schedules ring]
 
 Trains the demo's model for as long as it takes to get there; ``--files`` takes gradients that were captured before, by
 ``python -m dynamiq_ddp.demo.capture``, one file for each step. The factor is that against MXFP8 (E4M3) in the same row

@@ -44,8 +44,8 @@ def compiled(kernel: str, dtype: str, target: str, **options: Any) -> dict[str, 
     messages = constants.get("RECEIVED", 1)
     vector = f"*{dtype}"
     types = {
-        **dict.fromkeys(("mean", "table", "ratios", "total"), "*fp32"),
-        **dict.fromkeys(("index", "width", "offset", "scales_at", "nonzero"), "*i32"),
+        **dict.fromkeys(("table", "ratios", "total"), "*fp32"),
+        **dict.fromkeys(("rows", "scales_at", "nonzero"), "*i32"),
         **dict.fromkeys(("bend", "less_one", "share"), "fp32"),
         **dict.fromkeys(("numel", "size"), "i64"),
         "x": vector,
@@ -55,7 +55,7 @@ def compiled(kernel: str, dtype: str, target: str, **options: Any) -> dict[str, 
         "slots": ("i32",) * messages,
     }
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
-    aligned = {"x", "mean", "table", "ratios", "total"} | ({"out"} - {"out" if kernel == "hop" else ""})
+    aligned = {"x", "rows", "table", "ratios", "total"} | ({"out"} - {"out" if kernel == "hop" else ""})
     attributes = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if name in aligned
     }  # the alignment of every allocation, which launches find in the pointers
@@ -179,8 +179,9 @@ def test_no_spills_no_local_memory_and_registers_for_half_the_warps(reports, nam
     row = reports[name, target]
     assert row["spills"] == 0
     assert row["stack"] == 0
-    # 64 registers let 32 of an SM's 64 warps run at a time; 128 let four wavefronts run on a SIMD.
-    assert row["registers"] <= (128 if target == "gfx942" else 64)
+    # 64 registers let 32 of an SM's 64 warps run at a time; 128 let four wavefronts run on a SIMD. Two messages at a
+    # time have more loads under way instead. A limit of 64 would make the other kernels use as many, too.
+    assert row["registers"] <= (128 if target == "gfx942" else 72 if "2 messages" in name else 56)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -193,11 +194,12 @@ def test_nothing_goes_through_shared_memory(reports, name):
 def test_gradients_are_loaded_as_vectors(reports, target):
     """A lane's eight coordinates lie side by side and next to its neighbours': two vector loads, every sector used.
 
-    The hop has two more for the constants of the width. Where a tensor ends inside an octet it reads one by one.
+    The hop has three more, for the plan's row and the constants of the width. Where a tensor ends inside an octet it
+    reads one by one.
     """
     for name in ("hop fp32", "hop bf16"):
-        assert reports[name, target]["vector_loads"] == 2 + 2, name
-    assert reports["hop fp16, ragged", target]["vector_loads"] == 2
+        assert reports[name, target]["vector_loads"] == 2 + 3, name
+    assert reports["hop fp16, ragged", target]["vector_loads"] == 3
     assert reports["statistics fp32", target]["vector_loads"] == 2
     assert reports["statistics fp32", target]["narrow_loads"] == 0
 
@@ -206,7 +208,7 @@ def test_instructions_per_super_group(reports):
     """What a warp issues for a super-group of width 5: an upper bound with little room, to notice when it grows."""
     hop = reports["hop fp32", "sm_90"]["per_super_group"]
     print(f"hop: {hop} instructions per super-group")
-    assert hop <= 480
+    assert hop <= 450
 
 
 def test_wavefronts_of_64_lanes_hold_two_super_groups(reports):

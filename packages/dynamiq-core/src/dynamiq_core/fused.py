@@ -14,9 +14,9 @@ def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """``a * b + c`` of float32 tensors, which broadcast, rounded once to float32.
 
     The product is exact in float64. The sum there is rounded *to odd*: where it is not exact, the neighbour whose last
-    bit is set stands for everything between it and its other neighbours, so that rounding once more, to fewer bits, goes
-    where the exact sum would go. Source: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved
-    algorithms using rounding to odd" (IEEE Transactions on Computers, 2008).
+    bit is set stands for everything between it and its other neighbours, so that rounding once more, to fewer bits,
+    goes where the exact sum would go. Source: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums:
+    proved algorithms using rounding to odd" (IEEE Transactions on Computers, 2008).
     """
     product, addend = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
         a.to(torch.float64) * b.to(torch.float64), c.to(torch.float64)

@@ -1,8 +1,8 @@
 """The codec's operations in plain torch: the specification against which every kernel is tested.
 
 Float32 operations are written one by one, in the order in which every backend performs them. A product and the addition
-that follows are one operation, `multiply_add`, where every backend must fuse them, and two where the product is exact (see
-`dynamiq_core.levels`), so that no bit depends on it.
+that follows are one operation, `multiply_add`, where every backend must fuse them, and two where the product is exact
+(see `dynamiq_core.levels`), so that no bit depends on it.
 
 Shapes: d coordinates; m super-groups in the chunk at hand, of S = 256 coordinates in 16 groups of 16.
 """
@@ -58,10 +58,18 @@ def decompress_accumulate(message: Tensor, total: Tensor, plan: DynamiQPlan, *, 
 
 
 def finish(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Tensor) -> None:
-    """Write the mean over the workers of a chunk's coordinates into ``out`` [d]; other chunks stay."""
+    """Write the mean over the workers of a chunk's coordinates into ``out`` [d]; other chunks stay.
+
+    A mean next to the largest number of a narrow dtype could be decoded as a larger one and become infinite, which a
+    gradient scaler would take for an overflow. So what was sent as finite ends at that number.
+    """
     index = _index(plan, chunk)
-    mean = plan.mean[index, None].expand(-1, SUPER_GROUP)
+    mean = _mean(plan, chunk).expand(-1, SUPER_GROUP)
     mean = add_message(mean, message, plan, chunk=chunk, slot=slot, share=1 / plan.workers)
+    if out.dtype != torch.float32:
+        largest = torch.finfo(out.dtype).max
+        sent_as_finite = torch.isfinite(_read_scales(message, plan, chunk=chunk)[:, :1])
+        mean = torch.where(sent_as_finite, mean.clamp(-largest, largest), mean)  # NaN stays
     where = index[:, None] * SUPER_GROUP + torch.arange(SUPER_GROUP, device=out.device)
     # Coordinates of the padding go to one place past the end, which is then dropped.
     padded = torch.cat((out, out.new_zeros(1)))
@@ -72,7 +80,7 @@ def finish(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Te
 def chunk_values(x: Tensor, plan: DynamiQPlan, chunk: int) -> Tensor:
     """What a worker contributes to a chunk: float32 [m, 256], the gradient without the means."""
     index = _index(plan, chunk)
-    return as_super_groups(x)[index] - plan.mean[index, None]
+    return as_super_groups(x)[index] - _mean(plan, chunk)
 
 
 def encode(values: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Tensor) -> None:
@@ -82,7 +90,6 @@ def encode(values: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Ten
     values = torch.where(real, values, 0.0)
     grouped = values.view(-1, GROUPS, GROUP)
     maxima = grouped.abs().amax(dim=2)  # NaN stays NaN
-    finite = torch.isfinite(maxima).all(dim=1)
     draw = scale_draws(plan.key, index, slot=slot) if config.scales == "linear" else None
     coded = scales.encode_scales(maxima, config.scales, draw)
 
@@ -91,7 +98,7 @@ def encode(values: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Ten
     u = thresholds(config, plan.key, index, slot=slot, workers=plan.workers)
     # round(p + u - 1/2) is floor(p + u); |p| <= centre and 0 < u < 1 keep it between 0 and 2 * centre.
     codes = torch.round(p + (u + (rows[:, :1] - 0.5)))
-    codes = torch.where(finite[:, None], codes, 0.0).to(torch.uint8)
+    codes = torch.where(torch.isfinite(coded.super_scale)[:, None], codes, 0.0).to(torch.uint8)
 
     out.zero_()
     packing.pack(codes, width, plan.offset[chunk, : len(index)], out)
@@ -154,3 +161,7 @@ def _index(plan: DynamiQPlan, chunk: int) -> Tensor:
 
 def _width(plan: DynamiQPlan, chunk: int) -> Tensor:
     return plan.width[chunk, : plan.lengths[chunk]]
+
+
+def _mean(plan: DynamiQPlan, chunk: int) -> Tensor:
+    return plan.subtracted[chunk, : plan.lengths[chunk], None]

@@ -1,14 +1,16 @@
 """Hierarchical scales: one bfloat16 per super-group and a small code per group relative to it.
 
 *log*: group scale = super scale * 2**(-k / 4) for k = 0..14, the smallest that is not below the group's largest
-magnitude, so entries never clip and are unbiased given the scale; k = 15 says that the group is zero. Encoders multiply by the
-reciprocal of the super scale, of which there is one for 16 groups, and by the reciprocal of the ratio, from a table.
+magnitude, so entries never clip and are unbiased given the scale; k = 15 says that the group is zero. Encoders multiply
+by the reciprocal of the super scale, of which there is one for 16 groups, and by the reciprocal of the ratio, from a
+table.
 *linear*: group scale = super scale * k / 255 with k stochastically rounded, entries normalised by the true maximum:
 two independent unbiased factors (the hierarchical quantisation of arXiv 2602.08923).
 
-A super-group with a non-finite value gets the super scale +inf, and every entry decodes as non-finite; so does one whose
-largest magnitude is 2**125 or more, a factor of eight from overflow, where reciprocals are subnormal numbers. A
-super-group or a group whose largest magnitude is below 2**-120 is treated as zero, so that reciprocals stay finite.
+A super-group with a non-finite value gets the super scale +inf, and every entry decodes as non-finite; so does one
+whose largest magnitude is 2**125 or more, a factor of eight from overflow: not far beyond, reciprocals are subnormal
+numbers. A super-group or a group whose largest magnitude is below 2**-120 is treated as zero, so that reciprocals stay
+finite.
 
 Shapes: m super-groups of 16 groups.
 """

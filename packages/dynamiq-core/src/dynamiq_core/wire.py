@@ -6,7 +6,8 @@ A message is two sections and a zero tail:
     scales   group codes of every super-group of width > 0 (8 or 16 bytes each), then their super scales (bfloat16)
     tail     zeros up to the message's size
 
-Super-groups are ordered by falling width, so those of width 0 come last and have neither codes nor scales. The
+Super-groups are ordered by falling width and, within a width, by index. Those of width 0 come last and have neither
+codes nor scales. The
 scale section starts at a multiple of 32 bytes. Multi-byte values are little-endian. The size depends on
 (d, chunks, config) alone, so no rank ever waits to learn a length.
 

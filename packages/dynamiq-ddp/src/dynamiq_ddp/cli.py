@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dynamiq_core import DynamiQError
 from dynamiq_transport import TransportError
 
-from .commands import compare, doctor
+from .commands import bench, compare, doctor, simulate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``dynamiq-ddp``; returns the exit status."""
     parser = argparse.ArgumentParser(prog="dynamiq-ddp", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in (doctor, compare):
+    for command in (doctor, compare, bench, simulate):
         added = command.register(commands)
         added.formatter_class = argparse.RawDescriptionHelpFormatter
         added.add_argument("--debug", action="store_true", help="show where an error comes from")

@@ -9,13 +9,16 @@ from torch import Tensor
 
 from dynamiq_core.config import SUPER_GROUP
 from dynamiq_core.plan import DynamiQPlan
-from dynamiq_kernels.numba.chunk import chunk_arguments
+from dynamiq_kernels.numba.chunk import chunk_arguments, row_of
 from dynamiq_kernels.numba.compiling import kernel
-from dynamiq_kernels.numba.floats import fetch_ahead, gradient_arguments, write
-from dynamiq_kernels.numba.memory import array_at, stack
+from dynamiq_kernels.numba.floats import FLOAT32, fetch_ahead, gradient_arguments, largest_of, write
+from dynamiq_kernels.numba.memory import float_of, stack
 from dynamiq_kernels.numba.philox import SIZE, expand_key
 from dynamiq_kernels.numba.quantise import add_message
+from dynamiq_kernels.numba.scales import read_super_scale
 from dynamiq_kernels.numba.threads import for_each_range
+
+INFINITY = np.float32(np.inf)
 
 
 @kernel
@@ -24,14 +27,21 @@ def _finish(first: Any, last: Any, message: Any, slot: Any, share: Any, chunk: A
     expand_key(keys, chunk.key)
     for k in range(first, last):
         values = stack(256, np.float32)
-        super_group = np.int64(array_at(chunk.index, np.int32)[k])
-        start = super_group * SUPER_GROUP
+        row = row_of(chunk, k)
+        start = np.int64(row[0]) * SUPER_GROUP
         fetch_ahead(out, k, last, chunk)
-        mean = array_at(chunk.mean, np.float32)[super_group]
+        mean = float_of(row[3])
         for i in range(SUPER_GROUP):
             values[i] = mean
-        if array_at(chunk.width, np.int32)[k] > 0:
+        largest = largest_of(out)
+        if row[1] > 0:
             add_message(values, message, k, slot, share, chunk, keys)
+            if read_super_scale(message, k, chunk) == INFINITY:
+                largest = INFINITY
+        if out.kind != FLOAT32:
+            for i in range(SUPER_GROUP):
+                value = largest if values[i] > largest else values[i]
+                values[i] = -largest if value < -largest else value
         write(out, values, start, min(chunk.numel - start, SUPER_GROUP))
 
 

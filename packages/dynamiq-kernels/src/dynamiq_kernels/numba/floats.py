@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 
 from dynamiq_core.config import SUPER_GROUP
+from dynamiq_kernels.numba.chunk import row_of
 from dynamiq_kernels.numba.compiling import device
 from dynamiq_kernels.numba.memory import array_at, bits_of, float_of, prefetch, stack
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+
+LARGEST_FLOAT16, LARGEST_BFLOAT16 = (np.float32(torch.finfo(dtype).max) for dtype in (torch.float16, torch.bfloat16))
+LARGEST_FLOAT32 = np.float32(torch.finfo(torch.float32).max)
 
 LINE = 64
 """Bytes of a cache line."""
@@ -131,9 +135,17 @@ def write(out: Any, values: Any, start: Any, count: Any) -> None:
 
 
 @device
+def largest_of(x: Any) -> Any:
+    """The largest number of a tensor's dtype: float32."""
+    if x.kind == FLOAT16:
+        return LARGEST_FLOAT16
+    return LARGEST_BFLOAT16 if x.kind == BFLOAT16 else LARGEST_FLOAT32
+
+
+@device
 def fetch_ahead(x: Any, k: Any, last: Any, chunk: Any) -> None:
-    """Ask for the coordinates of a super-group soon to come: their order is the plan's, which no processor foresees."""
-    start = np.int64(array_at(chunk.index, np.int32)[min(k + AHEAD, last - 1)]) * SUPER_GROUP
+    """Ask for the coordinates of a super-group soon to come: no processor foresees the gaps between them."""
+    start = np.int64(row_of(chunk, min(k + AHEAD, last - 1))[0]) * SUPER_GROUP
     if x.kind == FLOAT32:
         for line in range(4 * SUPER_GROUP // LINE):
             prefetch(x.address + 4 * start + LINE * line)

@@ -12,6 +12,7 @@ import numpy as np
 
 from dynamiq_core.config import GROUPS, SUPER_GROUP
 from dynamiq_core.levels import COLUMNS
+from dynamiq_kernels.numba.chunk import row_of
 from dynamiq_kernels.numba.compiling import device
 from dynamiq_kernels.numba.memory import array_at, bits_of, multiply_add, recast, stack
 from dynamiq_kernels.numba.packing import read_planes, write_planes
@@ -27,7 +28,8 @@ ROUNDER = np.float32(1.5 * 2**23)
 @device
 def add_message(values: Any, message: Any, k: Any, number: Any, share: Any, chunk: Any, keys: Any) -> None:
     """Add what a message carries for the k-th super-group of its chunk, times ``share``, to ``values`` [256]."""
-    width, offset = np.int64(array_at(chunk.width, np.int32)[k]), np.int64(array_at(chunk.offset, np.int32)[k])
+    row = row_of(chunk, k)
+    width, offset = np.int64(row[1]), np.int64(row[2])
     packed = stack(32, np.uint64)
     codes = recast(packed, np.uint8)
     read_planes(codes, message, width, offset)
@@ -39,7 +41,7 @@ def add_message(values: Any, message: Any, k: Any, number: Any, share: Any, chun
 
     if chunk.dithered:
         words = stack(64, np.uint64)
-        slot_draws(words, array_at(chunk.index, np.int32)[k], number, keys)
+        slot_draws(words, row[0], number, keys)
         draw = recast(words, np.uint16)
         for i in range(SUPER_GROUP):
             m = np.float32(codes[i]) - centre
@@ -56,8 +58,8 @@ def add_message(values: Any, message: Any, k: Any, number: Any, share: Any, chun
 @device
 def write_message(message: Any, values: Any, k: Any, slot: Any, chunk: Any, keys: Any) -> None:
     """Quantise ``values`` [256] and write planes and scales of the k-th super-group into the message."""
-    super_group = array_at(chunk.index, np.int32)[k]
-    width, offset = np.int64(array_at(chunk.width, np.int32)[k]), np.int64(array_at(chunk.offset, np.int32)[k])
+    row = row_of(chunk, k)
+    super_group, width, offset = row[0], np.int64(row[1]), np.int64(row[2])
     scale_codes = stack(2, np.uint64)
     inverse = stack(16, np.float32)
     super_scale = encode_scales(inverse, scale_codes, values, super_group, slot, chunk, keys)

@@ -50,10 +50,17 @@ def scale_addresses(k: Any, chunk: Any) -> Any:
 
 
 @device
+def read_super_scale(message: Any, k: Any, chunk: Any) -> Any:
+    """The super scale of a chunk's k-th super-group: float32."""
+    _, super_at = scale_addresses(k, chunk)
+    return float_of(np.int32(np.int32(array_at(message + super_at, np.uint16)[0]) << 16))
+
+
+@device
 def read_scales(gap: Any, message: Any, k: Any, share: Any, inner_gap: Any, chunk: Any) -> None:
     """The inner gaps of the groups of a chunk's k-th super-group, times ``share``: float32 [16]."""
-    group_at, super_at = scale_addresses(k, chunk)
-    top = float_of(np.int32(np.int32(array_at(message + super_at, np.uint16)[0]) << 16))
+    group_at, _ = scale_addresses(k, chunk)
+    top = read_super_scale(message, k, chunk)
     codes = stack(2, np.uint64)
     packed = array_at(message + group_at, np.uint64)
     if chunk.linear:
@@ -175,7 +182,7 @@ def encode_scales(inverse: Any, codes: Any, values: Any, super_group: Any, slot:
 
 @intrinsic
 def log_scales(_typing: Any, inverse: Any, codes: Any, maxima: Any, super_scale: Any, reciprocal: Any) -> Any:
-    """Reciprocals (float32 [16]) and codes (uint64 [2]) from maxima and super scale, as bits of float32, and 1 over it."""
+    """Reciprocals (float32 [16]) and codes (uint64 [2]) from bits of maxima and super scale, and 1 over it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         inverse, codes, maxima = (pointer_to(context, builder, signature.args[i], args[i], I64(0)) for i in range(3))

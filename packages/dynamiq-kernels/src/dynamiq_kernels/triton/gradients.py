@@ -15,6 +15,9 @@ import triton.language as tl
 
 from dynamiq_kernels.triton.lanes import NATIVE, floating, unsigned
 
+_LARGEST_FLOAT16 = tl.constexpr(65504.0)
+_LARGEST_BFLOAT16 = tl.constexpr((2.0 - 2.0**-7) * 2.0**127)
+
 
 def tail_of(numel: int) -> int:
     """How a tensor of d coordinates ends."""
@@ -79,6 +82,17 @@ def store(pointer, values, super_group, within, numel, TAIL: tl.constexpr):
         narrow = tl.permute(tl.reshape(narrow, [2, 4, SG, 32]), [0, 2, 3, 1])
         mask = tl.broadcast_to(within[None, :, :, None], [2, SG, 32, 4])
         tl.store(halves(pointer, super_group, lane), narrow, mask=mask)
+
+
+@triton.jit
+def up_to_the_largest(values, gap, dtype: tl.constexpr):
+    """Float32 [8, SG, 32] that end at a narrow dtype's largest number, unless the gap between levels is infinite."""
+    if dtype == tl.bfloat16:
+        largest = tl.where(tl.abs(gap) < float("inf"), _LARGEST_BFLOAT16, float("inf"))
+    else:
+        largest = tl.where(tl.abs(gap) < float("inf"), _LARGEST_FLOAT16, float("inf"))
+    values = tl.maximum(values, -largest[None], propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(values, largest[None], propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

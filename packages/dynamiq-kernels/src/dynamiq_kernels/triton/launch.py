@@ -85,10 +85,7 @@ def chunk_of(plan: DynamiQPlan, chunk: int) -> dict[str, Any]:
     table, ratios = tables(config.bend, config.rounding == "dithered", plan.mean.device)
     bend = float(level_table(config.bend)[1, COLUMNS.index("bend")])
     return {
-        "index": plan.index[chunk],
-        "width": plan.width[chunk],
-        "offset": plan.offset[chunk],
-        "mean": plan.mean,
+        "rows": plan.rows[chunk],
         "scales_at": plan.scales_at[chunk:],
         "nonzero": plan.nonzero[chunk:],
         "table": table,

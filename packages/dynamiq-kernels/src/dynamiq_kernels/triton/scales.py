@@ -35,9 +35,9 @@ def super_scale_pointer(section, k, nonzero, LINEAR: tl.constexpr):
 
 
 @triton.jit
-def read_scale(section, k, nonzero, ratios, LINEAR: tl.constexpr):
-    """The scale of every lane's group: float32 [SG, 32]; 0 where there is none."""
-    lane, present = tl.arange(0, 32)[None, :], k < nonzero
+def read_scale(section, k, nonzero, ratios, LINEAR: tl.constexpr, FEWEST: tl.constexpr):
+    """The scale of every lane's group: float32 [SG, 32]; 0 where there is none, as may be if FEWEST is 0."""
+    lane, present = tl.arange(0, 32)[None, :], (FEWEST > 0) | (k < nonzero)
     top = tl.load(super_scale_pointer(section, k, nonzero, LINEAR), mask=present, other=0)
     top = floating(top.to(tl.uint32) << 16)
     if LINEAR:
@@ -87,8 +87,9 @@ def encode_scales(maximum, super_group, slot, random, ratios, LINEAR: tl.constex
 def reciprocal(scale):
     """1 over a bfloat16, rounded to nearest like the quotient of the reference.
 
-    The quotient may be off by some units. One step of Newton's method leaves an error of 2**-44, and the reciprocal of a
-    number of eight bits comes no nearer to the middle between two floats than 2**-33, so that it is rounded as it should.
+    The quotient may be off by some units. One step of Newton's method leaves an error of 2**-44, and the reciprocal of
+    a number of eight bits comes no nearer to the middle between two floats than 2**-33, so that it is rounded as it
+    should.
     """
     quotient = 1.0 / scale
     return fma(quotient, fma(-scale, quotient, tl.full([], 1.0, tl.float32)), quotient)
