@@ -45,8 +45,11 @@ def peak_of_an_all_reduce(codec: DynamiQ, schedule: str, dtype: torch.dtype) -> 
         done = [
             pool.submit(all_reduce, xs[t.rank], transport=t, codec=codec, schedule=schedule)  # type: ignore[arg-type]
             for t in others
-        ] peak = peak_bytes(lambda: all_reduce(xs[0], transport=first, codec=codec, schedule=schedule))  # type:
-        ignore[arg-type] for future in done:
+        ]
+        peak = peak_bytes(
+            lambda: all_reduce(xs[0], transport=first, codec=codec, schedule=schedule)  # type: ignore[arg-type]
+        )
+        for future in done:
             future.result()
     assert torch.equal(xs[0], xs[1])
     return peak / NUMEL
