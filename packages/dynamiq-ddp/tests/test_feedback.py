@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -158,9 +157,8 @@ def test_a_residual_is_good_for_the_parameters_that_it_was_kept_for(states):
     def work(state, rank):
         a, b, c = (nn.Parameter(torch.zeros(50, 40)) for _ in range(3))
         gradient = gradients(rank, 1, d=4000)[0]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # DDP may put parameters of the same shapes in another order
-            found = [step(state, gradient, parameters) for parameters in ((a, b), (a, b), (b, a))]
+        # DDP may put parameters of the same shapes in another order.
+        found = [step(state, gradient, parameters) for parameters in ((a, b), (a, b), (b, a))]
         state.reset_residuals()
         found += [step(state, gradient, parameters) for parameters in ((b, a), (b, a), (a, c))]
         return found
@@ -197,9 +195,7 @@ def test_a_checkpoint_continues_bit_for_bit_on_every_rank(states):
         torch.save(state.state_dict(), file)
         file.seek(0)
         saved[rank] = torch.load(file, weights_only=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the transport is dropped
-            pickled[rank] = pickle.loads(pickle.dumps(state)).state_dict(), copy.deepcopy(state).state_dict()
+        pickled[rank] = pickle.loads(pickle.dumps(state)).state_dict(), copy.deepcopy(state).state_dict()
         return found
 
     def second(state, rank, run=1):
@@ -208,7 +204,8 @@ def test_a_checkpoint_continues_bit_for_bit_on_every_rank(states):
 
     options = OPTIONS | {"bits": 2.5}
     expected = states(3, whole, **options)[0]
-    begun = states(3, first, **options)[0]
+    with pytest.warns(UserWarning, match="transport is not kept"):
+        begun = states(3, first, **options)[0]
     for run in (1, 2, 3):
         ended = states(3, lambda state, rank, run=run: second(state, rank, run), **options)[0]
         assert all(torch.equal(a, b) for a, b in zip(expected, [*begun, *ended], strict=True))
