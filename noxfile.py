@@ -94,6 +94,13 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Many all-reduces in a row: none wrong, no memory that grows, nothing left. Posargs: how many."""
+    install(session, packages=[*BELOW_DDP, "packages/dynamiq-ddp[cpu]"])
+    session.run("python", "packages/dynamiq-ddp/tests/soak.py", *(session.posargs or ["2000"]), env=RANKS)
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """Train a language model in four processes, plainly and compressed.
 

@@ -8,6 +8,7 @@ from dynamiq_core.levels import COLUMNS, distances, level_table, levels, positio
 
 WIDTHS = range(1, 9)
 BENDS = (1.0, 1.25, 1.5, 2.7, 4.0)
+ONE = torch.ones(1, 1)
 
 
 def by_formula(width: int, bend: float) -> Tensor:
@@ -52,24 +53,26 @@ def test_positions_invert_levels_and_are_straight_between_them(width: int, bend:
     """A value that lies a fraction f of the way between two levels has a position that does so too, in every cell."""
     row, codes = level_table(bend)[width : width + 1], torch.arange(2**width, dtype=torch.float32)
     centre, level = row[0, 0], levels(width, bend)
-    torch.testing.assert_close(positions(level[None], row)[0] + centre, codes, rtol=0, atol=4e-5)
+    torch.testing.assert_close(positions(level[None], ONE, row)[0] + centre, codes, rtol=0, atol=4e-5)
     for fraction in (0.25, 0.5, 0.875):
         between = level[:-1] + fraction * level.diff()
-        torch.testing.assert_close(positions(between[None], row)[0] + centre, codes[:-1] + fraction, rtol=0, atol=4e-5)
+        torch.testing.assert_close(
+            positions(between[None], ONE, row)[0] + centre, codes[:-1] + fraction, rtol=0, atol=4e-5
+        )
 
 
 @pytest.mark.parametrize("bend", BENDS)
 def test_one_lands_exactly_on_the_last_code(bend: float) -> None:
     table = level_table(bend)[1:]
     ends = torch.tensor([[-1.0, 1.0]]).expand(8, 2)
-    assert torch.equal(positions(ends, table), ends * table[:, :1])
+    assert torch.equal(positions(ends, ONE, table), ends * table[:, :1])
 
 
 @pytest.mark.parametrize("bend", BENDS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_positions_never_fall(width: int, bend: float) -> None:
     y = torch.linspace(-1, 1, 20_001)[None]
-    p = positions(y, level_table(bend)[width : width + 1])
+    p = positions(y, ONE, level_table(bend)[width : width + 1])
     assert (p.diff() >= 0).all()
 
 

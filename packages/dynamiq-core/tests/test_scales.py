@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from dynamiq_core.config import Scales
+from dynamiq_core.levels import level_table, positions
 from dynamiq_core.scales import (
-    LARGEST,
     SMALLEST,
+    TOO_LARGE,
     ZERO_CODE,
     EncodedScales,
     decode_scales,
@@ -45,12 +46,10 @@ def test_rounding_up_keeps_every_bfloat16() -> None:
     assert torch.equal(round_up_to_bfloat16(every.float()), every)
 
 
-def test_rounding_up_stays_finite_unless_the_value_is_not() -> None:
-    largest = torch.finfo(torch.float32).max
-    up = round_up_to_bfloat16(torch.tensor([largest, math.inf, math.nan]))
-    assert up[0] == LARGEST
-    assert up[1] == math.inf
-    assert not torch.isfinite(up[2])
+def test_rounding_up_keeps_what_is_not_finite() -> None:
+    up = round_up_to_bfloat16(torch.tensor([math.inf, math.nan]))
+    assert up[0] == math.inf
+    assert not torch.isfinite(up[1])
 
 
 def test_log_scales_are_the_smallest_that_are_not_below_the_maximum() -> None:
@@ -68,11 +67,35 @@ def test_log_scales_are_the_smallest_that_are_not_below_the_maximum() -> None:
 
 @pytest.mark.parametrize("scales", ["log", "linear"])
 def test_entries_never_exceed_one(scales: Scales) -> None:
-    maxima = torch.cat((magnitudes(2000), torch.full((1, 16), torch.finfo(torch.float32).max)))
+    maxima = torch.cat((magnitudes(2000), torch.full((1, 16), TOO_LARGE * (1 - 2**-24))))
     coded = encoded(maxima, scales)
-    assert (maxima * coded.inverse <= 1).all()
+    largest = maxima.double() * coded.inverse.double()
+    assert (largest < 1).all()
     if scales == "linear":
-        assert (maxima * coded.inverse > 1 - 1e-6).all()
+        assert (largest > 1 - 2**-20).all()
+
+
+@pytest.mark.parametrize("bend", [1.0, 1.5, 2.7, 4.0])
+def test_no_position_passes_the_centre(bend: float) -> None:
+    """All log scales there are, at widths of 1 to 8 bits: an entry as large as its scale, and one of each linear scale.
+
+    A position beyond the centre could round to a code that does not exist. None falls short of it by more than twice
+    the margin either: what is lost there would be a bias.
+    """
+    top = torch.arange(128, 256).float() / 128
+    ratios = decode_scales(top.bfloat16(), torch.arange(15, dtype=torch.uint8).expand(128, 15), "log").flatten()
+    maxima = torch.stack((top.repeat_interleave(15), ratios), dim=1)
+    maxima = torch.cat((maxima, maxima[:, :1].expand(-1, 14)), dim=1)
+    for scales, values in (("log", maxima), ("linear", torch.cat((maxima, magnitudes(10_000).clamp(1e-30, 1e30))))):
+        inverse = encoded(values, scales).inverse
+        for width in range(1, 9):
+            row = level_table(bend)[width : width + 1]
+            position = positions(values, inverse, row)
+            assert (position <= row[0, 0]).all()
+            assert (position >= row[0, 0] * (1 - 2**-20)).all()
+            assert torch.equal(
+                torch.round(position + (1 - 2**-16 + row[0, 0] - 0.5)), (2 * row[:1, :1]).expand_as(position)
+            )
 
 
 @pytest.mark.parametrize("scales", ["log", "linear"])
@@ -116,12 +139,15 @@ def test_a_small_group_beside_larger_ones_is_zero_rather_than_divided_by(scales:
 
 
 @pytest.mark.parametrize("scales", ["log", "linear"])
-def test_near_the_largest_float(scales: Scales) -> None:
-    maxima = torch.full((1, 16), torch.finfo(torch.float32).max)
+def test_a_factor_of_eight_from_the_largest_float_is_overflow(scales: Scales) -> None:
+    """Beyond, a reciprocal would be subnormal, which not every device computes alike."""
+    maxima = torch.tensor([TOO_LARGE * (1 - 2**-24), TOO_LARGE])[:, None].expand(2, 16)
     coded = encoded(maxima, scales)
     scale = decode_scales(coded.super_scale, coded.codes, scales)
-    assert torch.isfinite(scale).all()
-    torch.testing.assert_close(scale, maxima, rtol=2**-8, atol=0)
+    torch.testing.assert_close(scale[0], maxima[0], rtol=2**-8, atol=0)
+    assert (coded.inverse[0] >= torch.finfo(torch.float32).tiny).all()
+    assert coded.super_scale[1] == math.inf
+    assert (coded.inverse[1] == 0).all()
 
 
 @pytest.mark.parametrize("scales", ["log", "linear"])

@@ -23,7 +23,7 @@ from dynamiq_transport import Handle, LocalTransport, Message, Transport, run_lo
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of an interface, not an address
 torch.set_num_threads(1)  # ranks are threads already
 
-CODECS: dict[str, Callable[[], Codec[Any]]] = {"bf16": BF16, "dynamiq": DynamiQ}
+CODECS: dict[str, Callable[[], Codec[Any]]] = {"bf16": BF16, "dynamiq": lambda: DynamiQ(operations=operations())}
 
 
 @pytest.fixture(scope="session", autouse=True)

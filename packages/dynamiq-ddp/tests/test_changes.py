@@ -140,7 +140,7 @@ def test_changes_on_all_ranks_take_effect_in_the_next_step(states, random_rows, 
 
 
 def test_tokens_travel_with_the_first_messages_and_not_before_them(ranks):
-    """No exchange is waited for that was not there before; what the steady state costs is 20 bytes to every rank."""
+    """No exchange is waited for that was not there before; what the steady state costs is 8 bytes to every rank."""
 
     def work(transport):
         events = []
@@ -173,7 +173,7 @@ def test_tokens_travel_with_the_first_messages_and_not_before_them(ranks):
 
     size, n = 2 * 250 + 16, 4
     for events in ranks(n, work):
-        assert events[0] == ("post", 0, [20] * (n - 1))
+        assert events[0] == ("post", 0, [8] * (n - 1))
         assert events[1] == ("post", 1, [size])
         assert events[2:4] == [("wait", 0), ("wait", 1)]
         assert events[4:] == [event for k in range(2, 2 * (n - 1) + 1) for event in (("post", k, [size]), ("wait", k))]

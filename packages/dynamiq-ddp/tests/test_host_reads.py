@@ -40,9 +40,11 @@ def test_the_mode_sees_reads():
             read()
 
 
-@pytest.mark.parametrize("schedule", ["ring", "butterfly", "direct"])
-@pytest.mark.parametrize("n", [2, 3])
-def test_an_all_reduce_reads_nothing(n, schedule, ranks, random_rows, monkeypatch, same_bits):
+@pytest.mark.parametrize(
+    ("schedule", "n"),
+    [*((schedule, n) for schedule in ("ring", "butterfly", "direct") for n in (2, 3)), ("hierarchical:2", 4)],
+)
+def test_an_all_reduce_reads_nothing(schedule, n, ranks, random_rows, monkeypatch, same_bits):
     rows = random_rows(n, 3000)
     plain = ranks(
         n, lambda t: all_reduce(rows[t.rank].clone(), transport=t, codec=DynamiQ(), schedule=schedule, check=False)

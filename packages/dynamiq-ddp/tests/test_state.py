@@ -92,8 +92,8 @@ def test_stats_count_what_was_sent(states):
         assert stats.all_reduces == 6
         assert stats.coordinates == 6 * d  # 2 (n - 1) / n = 1
         assert stats.bytes_sent == stats.bytes_agreement + stats.bytes_statistics + stats.bytes_gradient
-        # Once for each bucket beforehand; then for the first one in each step, in five facts of 4 bytes.
-        assert stats.bytes_agreement == 2 * 16 + 2 * 20
+        # Once for each bucket beforehand; then for the first one in each step, in 8 bytes.
+        assert stats.bytes_agreement == 2 * 16 + 2 * 8
         assert stats.bits_per_coordinate == pytest.approx(8 * stats.bytes_sent / stats.coordinates)
         assert 4.9 < stats.bits_per_coordinate <= 5.0
         assert stats.backend == "reference"
@@ -210,8 +210,8 @@ def test_layouts_that_differ_are_named(states):
         return str(caught.value)
 
     for rank, text in enumerate(states(2, work)):
-        assert re.search(rf"number of elements: .*{60 + rank} on rank {rank}", text)
-        assert re.search(rf"number of elements: .*something else \(\w{{8}}\) on rank {1 - rank}", text)
+        assert re.search(rf"bucket: .*number of elements: {60 + rank}, .* on rank {rank}", text)
+        assert re.search(rf"bucket: .*something else \(\w\w\) on rank {1 - rank}", text)
 
 
 def test_steps_that_differ_are_named(states):

@@ -5,6 +5,8 @@ Outputs are poisoned before every operation, so that a byte or a coordinate that
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,10 @@ from dynamiq_core import CodecConfig, DynamiQ
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 2, 7, 255, 256, 257, 1000, 4097, 70001]
 KINDS = [(scales, rounding) for scales in ("log", "linear") for rounding in ("dithered", "correlated", "independent")]
-EXTREMES = [1e-45, 1e-38, 1e-36, 1e-30, 1e-6, 1e6, 1e30, 3e38]
+MOVED = ("mean", "rows", "scales_at", "nonzero", "expected_error")
+"""Tensors of a plan."""
+
+EXTREMES = [1e-45, 1e-38, 1e-36, 1e-30, 1e-6, 1e30, 4.3e37, 3e38]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -159,9 +164,55 @@ def test_rounding_to_narrow_dtypes_at_every_boundary(subject):
             for c, device in ((codec, subject.device), (reference, torch.device("cpu"))):
                 rows = torch.zeros(len(values), 2, dtype=torch.bfloat16)
                 plan = c.plan(rows, numel, device=device, workers=1, chunks=1)
-                plan.mean.copy_(values)
+                plan.subtracted.copy_(values[plan.index.cpu().long()])
                 message = torch.zeros(plan.sizes[0], dtype=torch.uint8, device=device)
                 out = torch.empty(numel, dtype=dtype, device=device)
                 results.append(c.decompress(message, plan, chunk=0, slot=0, out=out)[::256].cpu())
             assert torch.equal(results[0].view(torch.int16), results[1].view(torch.int16))
-            assert torch.equal(results[0], values.to(dtype))
+            largest = torch.finfo(dtype).max
+            assert torch.equal(results[0], values.clamp(-largest, largest).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scales", ["log", "linear"])
+def test_finite_means_near_the_largest_number_stay_finite_and_others_do_not(subject, scales, dtype):
+    """A gradient scaler skips a step if it meets an infinity: it must see every true one and no other."""
+    largest = min(torch.finfo(dtype).max, 2.0**124)  # of larger sums nothing is promised
+    x = torch.full((600,), largest, dtype=dtype)
+    x[::3] *= -1
+    x[256:512] = largest  # a mean, which bfloat16 rounds up
+    config = CodecConfig(scales=scales, bits=2.5)
+    codec, reference = DynamiQ(config, operations=subject.operations), DynamiQ(config)
+    for bad in (None, float("inf"), float("nan")):
+        gradients = [x.clone(), x.clone()]
+        if bad is not None:
+            gradients[0][3] = bad
+        plan = subject.check_step(config, gradients)
+        mean, there = torch.empty(600, dtype=dtype), torch.empty(600, dtype=dtype, device=subject.device)
+        message = reference.compress(gradients[0], plan, chunk=0, slot=0)
+        reference.decompress(message, plan, chunk=0, slot=0, out=mean)
+        assert mean[256:].isfinite().all()
+        assert mean[:256].isfinite().all() == (bad is None)
+        if bad is None and dtype == torch.float16:
+            assert (mean == largest).any()
+        # A sum that overflowed on the way, under a plan that knows of no infinity.
+        plan = plan_with_a_clean_mean(plan)
+        broken = gradients[0].float().clone()
+        broken[:256] = float("inf")
+        message = reference.compress(broken, plan, chunk=0, slot=0)
+        reference.decompress(message, plan, chunk=0, slot=0, out=mean)
+        moved = replace(plan, **{name: getattr(plan, name).to(subject.device) for name in MOVED})
+        codec.decompress(message.to(subject.device), moved, chunk=0, slot=0, out=there)
+        torch.testing.assert_close(there.cpu(), mean, rtol=0, atol=0, equal_nan=True)
+        assert not mean[:256].isfinite().any()
+        assert mean[256:].isfinite().all()
+
+
+def plan_with_a_clean_mean(plan):
+    """The plan with widths of 4 for all super-groups and no mean."""
+    width = torch.full_like(plan.width, 4)
+    offset = 128 * torch.arange(width.shape[1], dtype=torch.int32).expand_as(width)
+    rows = torch.stack((plan.index, width, offset, torch.zeros_like(width)), dim=2)
+    number = torch.full_like(plan.nonzero, width.shape[1])
+    room = (1000,)
+    return replace(plan, rows=rows, scales_at=128 * number, nonzero=number, sizes=room)

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier, get_ident
+from types import ModuleType
 
 import pytest
 import torch
@@ -28,6 +30,17 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=["team", "helpers"])
+def sharing(request: pytest.FixtureRequest, numba: Operations, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module that shares out work, among torch's own threads and among helpers."""
+    module = sys.modules["dynamiq_kernels.numba.threads"]
+    if request.param == "helpers":
+        monkeypatch.setattr(module.THREADS, "team", None)
+    elif module.THREADS.team is None:
+        pytest.skip("torch's OpenMP has no GOMP_parallel here")
+    return module
+
+
 def all_results(codec: DynamiQ, x: Tensor, plan: DynamiQPlan) -> list[Tensor]:
     """What every operation makes of a gradient."""
     first = codec.compress(x, plan, chunk=0, slot=0)
@@ -41,7 +54,7 @@ def plan_of(codec: DynamiQ, x: Tensor, chunks: int = 1) -> DynamiQPlan:
     return codec.plan(codec.statistics(x), x.numel(), device=CPU, workers=2, chunks=chunks)
 
 
-def test_the_number_of_threads_does_not_matter(numba: Operations, gradient, threads) -> None:
+def test_the_number_of_threads_does_not_matter(numba: Operations, sharing, gradient, threads) -> None:
     codec, x = DynamiQ(operations=numba), gradient(NUMEL)
     threads(1)
     plan = plan_of(codec, x)
@@ -52,8 +65,7 @@ def test_the_number_of_threads_does_not_matter(numba: Operations, gradient, thre
             assert torch.equal(actual, alone)
 
 
-def test_the_work_is_shared_among_as_many_threads_as_torch_uses(numba: Operations, threads) -> None:
-    sharing = sys.modules["dynamiq_kernels.numba.threads"]
+def test_the_work_is_shared_among_as_many_threads_as_torch_uses(sharing, threads) -> None:
     ranges: list[tuple[int, int]] = []
     for count, used in ((0, 1), (sharing.SMALLEST, 1), (10_007, 1), (10_007, 3)):
         ranges.clear()
@@ -64,17 +76,42 @@ def test_the_work_is_shared_among_as_many_threads_as_torch_uses(numba: Operation
         assert (len(ranges) > 1) == (used > 1)
 
 
-def test_an_error_in_a_helper_reaches_the_caller(numba: Operations, threads) -> None:
+def test_threads_work_at_the_same_time(sharing, threads) -> None:
+    """Three of them meet at a barrier, which no fewer can pass."""
+    threads(3)
+    barrier, met = Barrier(3), set()
+
+    def meet(first: int, last: int) -> None:
+        if get_ident() not in met:
+            barrier.wait(timeout=30)
+            met.add(get_ident())
+
+    sharing.for_each_range(meet, 10_007)
+    assert len(met) == 3
+    assert get_ident() in met
+
+
+def test_an_error_on_any_thread_reaches_the_caller(sharing, threads) -> None:
     threads(2)
 
     def fail(first: int, last: int) -> None:
         raise ValueError(f"range {first} to {last}")
 
     with pytest.raises(ValueError, match="range 0 to"):
-        sys.modules["dynamiq_kernels.numba.threads"].for_each_range(fail, 10_000)
+        sharing.for_each_range(fail, 10_000)
+
+    barrier, caller = Barrier(2), get_ident()
+
+    def fail_elsewhere(first: int, last: int) -> None:
+        barrier.wait(timeout=30)
+        if get_ident() != caller:
+            raise ValueError("elsewhere")
+
+    with pytest.raises(ValueError, match="elsewhere"):
+        sharing.for_each_range(fail_elsewhere, 2 * sharing.SMALLEST)
 
 
-def test_eight_python_threads_at_once(numba: Operations, gradient, threads) -> None:
+def test_eight_python_threads_at_once(numba: Operations, sharing, gradient, threads) -> None:
     """Ranks in one process call at the same time, each with helpers of its own."""
     threads(2)
     codec = DynamiQ(operations=numba)
@@ -95,17 +132,16 @@ def test_eight_python_threads_at_once(numba: Operations, gradient, threads) -> N
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # a fork beside threads is what is tested
-def test_the_child_of_a_fork_gets_helpers_of_its_own(numba: Operations, gradient, threads) -> None:
-    sharing = sys.modules["dynamiq_kernels.numba.threads"]
+def test_the_child_of_a_fork_gets_helpers_of_its_own(numba: Operations, sharing, gradient, threads) -> None:
     threads(2)
     codec, x = DynamiQ(operations=numba), gradient(NUMEL)
     plan = plan_of(codec, x)
     expected = codec.compress(x, plan, chunk=0, slot=0)
-    assert sharing.HELPERS._pool is not None
+    assert sharing.THREADS.team is not None or sharing.THREADS.helpers._pool is not None
     child = os.fork()
     if child == 0:  # only Python and the kernels: torch's own threads do not survive a fork
         seen: list[int] = []
-        ok = sharing.HELPERS._pool is None
+        ok = sharing.THREADS.team is None and sharing.THREADS.helpers._pool is None
         sharing.for_each_range(lambda first, last: seen.append(last - first), 10_000)
         os._exit(0 if ok and sum(seen) == 10_000 else 1)
     _, status = os.waitpid(child, 0)
@@ -134,7 +170,7 @@ def test_coordinates_beyond_32_bits(numba: Operations, gradient) -> None:
         small,
         numel=numel,
         mean=sparse(super_group + 1, torch.float32),
-        index=torch.tensor([[super_group]], dtype=torch.int32),
+        rows=torch.where(torch.arange(4) == 0, super_group, small.rows),
     )
     padded = torch.nn.functional.pad(values.to(torch.float32), (0, 251))[None]
     expected = torch.empty(plan.sizes[0], dtype=torch.uint8)
@@ -144,7 +180,7 @@ def test_coordinates_beyond_32_bits(numba: Operations, gradient) -> None:
 
     out = sparse(numel, torch.bfloat16)
     codec.decompress(message, plan, chunk=0, slot=1, out=out)
-    decoded = reference.decode(message, plan, chunk=0, slot=1, divisor=2)[0, :5]
+    decoded = reference.add_message(torch.zeros(1, 256), message, plan, chunk=0, slot=1, share=0.5)[0, :5]
     assert torch.equal(out[-5:], decoded.to(torch.bfloat16))
     assert not out[:1000].any()
     assert not out[2**31 - 1000 : -5].any()

@@ -1,7 +1,8 @@
 """The codec's operations in plain torch: the specification against which every kernel is tested.
 
-Float32 operations are written one by one, in the order in which every backend performs them. Only products that are
-exact may be fused with the addition that follows (see `dynamiq_core.levels`); no bit depends on it.
+Float32 operations are written one by one, in the order in which every backend performs them. A product and the addition
+that follows are one operation, `multiply_add`, where every backend must fuse them, and two where the product is exact
+(see `dynamiq_core.levels`), so that no bit depends on it.
 
 Shapes: d coordinates; m super-groups in the chunk at hand, of S = 256 coordinates in 16 groups of 16.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from dynamiq_core import packing, scales
 from dynamiq_core.config import GROUP, GROUPS, SUPER_GROUP
+from dynamiq_core.fused import multiply_add
 from dynamiq_core.levels import COLUMNS, distances, level_table, positions
 from dynamiq_core.plan import DynamiQPlan
 from dynamiq_core.protocol import Received
@@ -40,7 +42,7 @@ def decompress_accumulate_recompress(
     """
     values = chunk_values(x, plan, chunk)
     for message, sender_slot in received:
-        values = values + decode(message, plan, chunk=chunk, slot=sender_slot)
+        values = add_message(values, message, plan, chunk=chunk, slot=sender_slot)
     encode(values, plan, chunk=chunk, slot=slot, out=out)
 
 
@@ -51,14 +53,23 @@ def decompress_accumulate(message: Tensor, total: Tensor, plan: DynamiQPlan, *, 
     """
     rows = as_super_groups(total)
     index = _index(plan, chunk)
-    rows[index] += decode(message, plan, chunk=chunk, slot=slot)
+    rows[index] = add_message(rows[index], message, plan, chunk=chunk, slot=slot)
     total.copy_(rows.flatten()[: plan.numel])
 
 
 def finish(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Tensor) -> None:
-    """Write the mean over the workers of a chunk's coordinates into ``out`` [d]; other chunks stay."""
+    """Write the mean over the workers of a chunk's coordinates into ``out`` [d]; other chunks stay.
+
+    A mean next to the largest number of a narrow dtype could be decoded as a larger one and become infinite, which a
+    gradient scaler would take for an overflow. So what was sent as finite ends at that number.
+    """
     index = _index(plan, chunk)
-    mean = decode(message, plan, chunk=chunk, slot=slot, divisor=plan.workers) + plan.mean[index, None]
+    mean = _mean(plan, chunk).expand(-1, SUPER_GROUP)
+    mean = add_message(mean, message, plan, chunk=chunk, slot=slot, share=1 / plan.workers)
+    if out.dtype != torch.float32:
+        largest = torch.finfo(out.dtype).max
+        sent_as_finite = torch.isfinite(_read_scales(message, plan, chunk=chunk)[:, :1])
+        mean = torch.where(sent_as_finite, mean.clamp(-largest, largest), mean)  # NaN stays
     where = index[:, None] * SUPER_GROUP + torch.arange(SUPER_GROUP, device=out.device)
     # Coordinates of the padding go to one place past the end, which is then dropped.
     padded = torch.cat((out, out.new_zeros(1)))
@@ -69,7 +80,7 @@ def finish(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Te
 def chunk_values(x: Tensor, plan: DynamiQPlan, chunk: int) -> Tensor:
     """What a worker contributes to a chunk: float32 [m, 256], the gradient without the means."""
     index = _index(plan, chunk)
-    return as_super_groups(x)[index] - plan.mean[index, None]
+    return as_super_groups(x)[index] - _mean(plan, chunk)
 
 
 def encode(values: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Tensor) -> None:
@@ -79,25 +90,25 @@ def encode(values: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Ten
     values = torch.where(real, values, 0.0)
     grouped = values.view(-1, GROUPS, GROUP)
     maxima = grouped.abs().amax(dim=2)  # NaN stays NaN
-    finite = torch.isfinite(maxima).all(dim=1)
     draw = scale_draws(plan.key, index, slot=slot) if config.scales == "linear" else None
     coded = scales.encode_scales(maxima, config.scales, draw)
 
     rows = level_table(config.bend).to(values.device, non_blocking=True)[width]
-    # |y| <= 1: the scale is not below the entry, and an inverse rounded to nearest is at most half a unit too large.
-    y = values * coded.inverse.repeat_interleave(GROUP, dim=1)
+    p = positions(values, coded.inverse.repeat_interleave(GROUP, dim=1), rows)
     u = thresholds(config, plan.key, index, slot=slot, workers=plan.workers)
     # round(p + u - 1/2) is floor(p + u); |p| <= centre and 0 < u < 1 keep it between 0 and 2 * centre.
-    codes = torch.round(positions(y, rows) + (u + (rows[:, :1] - 0.5)))
-    codes = torch.where(finite[:, None], codes, 0.0).to(torch.uint8)
+    codes = torch.round(p + (u + (rows[:, :1] - 0.5)))
+    codes = torch.where(torch.isfinite(coded.super_scale)[:, None], codes, 0.0).to(torch.uint8)
 
     out.zero_()
     packing.pack(codes, width, plan.offset[chunk, : len(index)], out)
     _write_scales(coded, plan, chunk=chunk, out=out)
 
 
-def decode(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, divisor: int = 1) -> Tensor:
-    """What a message carries, divided by ``divisor``: float32 [m, 256]."""
+def add_message(
+    values: Tensor, message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, share: float = 1.0
+) -> Tensor:
+    """``values`` (float32 [m, 256]) plus what a message carries times ``share``."""
     config, index, width = plan.config, _index(plan, chunk), _width(plan, chunk)
     rows = level_table(config.bend).to(message.device, non_blocking=True)[width]
     codes = packing.unpack(message, width, plan.offset[chunk, : len(index)])
@@ -105,9 +116,11 @@ def decode(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, divisor
     if config.rounding == "dithered":
         u = thresholds(config, plan.key, index, slot=slot, workers=plan.workers)
         distance = distance - (u - 0.5) * _column(rows, "dither")
-    gap = _read_scales(message, plan, chunk=chunk) / divisor * _column(rows, "gap")
-    values = distance * gap.repeat_interleave(GROUP, dim=1)
-    return torch.where((width > 0)[:, None], values, 0.0)
+    # A number on the host would be rounded in another way.
+    factor = torch.tensor(share, dtype=torch.float32)
+    gap = _read_scales(message, plan, chunk=chunk) * factor * _column(rows, "gap")
+    total = multiply_add(distance, gap.repeat_interleave(GROUP, dim=1), values)
+    return torch.where((width > 0)[:, None], total, values)
 
 
 def _write_scales(coded: scales.EncodedScales, plan: DynamiQPlan, *, chunk: int, out: Tensor) -> None:
@@ -148,3 +161,7 @@ def _index(plan: DynamiQPlan, chunk: int) -> Tensor:
 
 def _width(plan: DynamiQPlan, chunk: int) -> Tensor:
     return plan.width[chunk, : plan.lengths[chunk]]
+
+
+def _mean(plan: DynamiQPlan, chunk: int) -> Tensor:
+    return plan.subtracted[chunk, : plan.lengths[chunk], None]

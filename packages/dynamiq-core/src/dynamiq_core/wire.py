@@ -1,4 +1,4 @@
-"""The wire format, version 1: what a message of one chunk looks like, and how long it is.
+"""The wire format, version 2: what a message of one chunk looks like, and how long it is.
 
 A message is two sections and a zero tail:
 
@@ -6,7 +6,8 @@ A message is two sections and a zero tail:
     scales   group codes of every super-group of width > 0 (8 or 16 bytes each), then their super scales (bfloat16)
     tail     zeros up to the message's size
 
-Super-groups are ordered by falling width, so those of width 0 come last and have neither codes nor scales. The
+Super-groups are ordered by falling width and, within a width, by index. Those of width 0 come last and have neither
+codes nor scales. The
 scale section starts at a multiple of 32 bytes. Multi-byte values are little-endian. The size depends on
 (d, chunks, config) alone, so no rank ever waits to learn a length.
 
@@ -20,7 +21,7 @@ from dynamiq_core.config import SUPER_GROUP, CodecConfig
 from dynamiq_core.errors import InputError
 from dynamiq_core.statistics import BYTES, super_groups
 
-VERSION = 1
+VERSION = 2
 
 OVERHEAD = 48
 """Bytes of the budget of every chunk left to whoever carries it: a header for each phase, and agreement."""

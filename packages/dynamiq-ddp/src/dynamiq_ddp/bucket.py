@@ -20,7 +20,7 @@ from .feedback import Feedback
 from .gate import Gate
 from .lanes import Lane, Work
 from .quality import reduce_and_measure, reduce_and_predict
-from .route import Route
+from .route import NodeRoute, Route
 from .tokens import ComparingTransport
 
 Comparison = Literal["before", "beside", "none"]
@@ -34,16 +34,16 @@ class Way(NamedTuple):
         codec: for what is not exempt.
         route: likewise.
         ranges: what is exempt.
-        exempt_route: for what is.
+        exempt_route: for what is; None if nothing is.
         measured: whether the exact mean is computed as well.
         feedback: adds what was lost before.
         settings: of the state, as far as they are not contained in the others, in words.
     """
 
     codec: Codec[Any]
-    route: Route
+    route: Route | NodeRoute
     ranges: Ranges
-    exempt_route: Route
+    exempt_route: Route | NodeRoute | None
     measured: bool
     feedback: Feedback | None
     settings: str
@@ -86,7 +86,7 @@ def averaging(
             gate.open()
         job = Job(transport, way.codec, way.route, step, bucket, lane.meter, feedback=way.feedback)
         reduce = reduce_and_measure if way.measured else reduce_and_predict
-        if way.ranges.some:
+        if way.exempt_route is not None:
             rest, exempt = way.ranges.split(dense.view(-1))
             reduce(rest, job, lane.quality)
             exact = job._replace(codec=Exact(tensor.dtype), route=way.exempt_route, feedback=None)
@@ -140,11 +140,11 @@ def _through(gate: Gate, action: Work, *, first: bool) -> Work:
     return work
 
 
-_SUMMARY = ("codec", "schedule", "number of elements", "step", "bucket")
+_SUMMARY = ("codec", "schedule", "step", "bucket")
 
 
 def _summary(facts: dict[str, object]) -> dict[str, object]:
-    """The same in five facts, as every fact costs four bytes in every step."""
+    """The same in four facts, as every fact costs a byte in every step."""
     named = {name: facts[name] for name in _SUMMARY[:-1]}
     others = [f"{name}: {fact}" for name, fact in facts.items() if name not in named]
     return {**named, _SUMMARY[-1]: ", ".join(others)}

@@ -1,94 +1,31 @@
-"""The command line: ``dynamiq-ddp doctor`` says what is installed here and what would run."""
+"""What is installed, what compression does to your gradients, and what it is worth on your network."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-import platform
+import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
-import torch
-import torch.distributed as dist
+from dynamiq_core import DynamiQError
+from dynamiq_transport import TransportError
 
-from dynamiq_kernels import available_backends, operations
-
-PACKAGES = (
-    "dynamiq-core",
-    "dynamiq-kernels",
-    "dynamiq-transport",
-    "dynamiq-ddp",
-    "torch",
-    "triton",
-    "numba",
-    "mpi4py",
-)
-
-
-def doctor() -> dict[str, object]:
-    """What this machine offers: versions, devices, the backends on each with the one that ``"auto"`` takes, transports.
-
-    Nothing is started and no device is initialised beyond asking for its name.
-    """
-    devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    return {
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
-        "devices": {device: _describe(device) for device in devices},
-        "backends": {device: list(available_backends(device)) for device in devices},
-        "auto": {device: operations("auto", device).name for device in devices},
-        "transports": _transports(),
-    }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _describe(device: str) -> str:
-    if device == "cpu":
-        return f"{platform.machine()}, {torch.get_num_threads()} threads"
-    return torch.cuda.get_device_name(device)
-
-
-def _transports() -> dict[str, bool]:
-    return {
-        "gloo": dist.is_available() and dist.is_gloo_available(),
-        "nccl": dist.is_available() and dist.is_nccl_available(),
-        "mpi": importlib.util.find_spec("mpi4py") is not None,
-    }
+from .commands import bench, compare, doctor, simulate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``dynamiq-ddp``; returns the exit status."""
     parser = argparse.ArgumentParser(prog="dynamiq-ddp", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("doctor", help="what is installed here, and what would run")
-    command.add_argument("--json", action="store_true", help="print one JSON object")
+    for command in (doctor, compare, bench, simulate):
+        added = command.register(commands)
+        added.formatter_class = argparse.RawDescriptionHelpFormatter
+        added.add_argument("--debug", action="store_true", help="show where an error comes from")
     options = parser.parse_args(arguments)
-    report = doctor()
-    print(json.dumps(report) if options.json else _as_text(report))
+    try:
+        options.run(options)
+    except (DynamiQError, TransportError, OSError) as error:
+        if options.debug:
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     return 0
-
-
-def _as_text(report: dict[str, object]) -> str:
-    lines = []
-    for name, value in report.items():
-        if isinstance(value, dict):
-            lines.append(f"{name}:")
-            lines += [f"  {key:<18} {_as_words(entry)}" for key, entry in value.items()]
-        else:
-            lines.append(f"{name}: {value}")
-    return "\n".join(lines)
-
-
-def _as_words(entry: object) -> str:
-    if isinstance(entry, list):
-        return ", ".join(map(str, entry))
-    if isinstance(entry, bool):
-        return "yes" if entry else "no"
-    return "not installed" if entry is None else str(entry)

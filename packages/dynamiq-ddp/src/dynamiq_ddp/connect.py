@@ -14,6 +14,7 @@ from .engine import compare_ranks
 from .errors import CommunicationError
 from .lanes import Lanes
 from .meter import Meter
+from .probe import probe, remember
 
 LANES = {"cpu": 2, "cuda": 1}
 """How many, if nothing else is said. On CPU one computes while another waits for the network; on CUDA one does both."""
@@ -33,7 +34,9 @@ def default_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def connect(ranks: Ranks, *, number: int | None, timeout: float, device: torch.device, step: int) -> Lanes:
+def connect(
+    ranks: Ranks, *, number: int | None, timeout: float, device: torch.device, step: int, measured: bool = False
+) -> Lanes:
     """Make lanes with a transport each; all ranks do so at the same time, in the same order.
 
     Args:
@@ -42,10 +45,11 @@ def connect(ranks: Ranks, *, number: int | None, timeout: float, device: torch.d
         timeout: seconds to wait for another rank.
         device: where gradients live.
         step: for errors.
+        measured: whether to measure the network, on the first lane and for all of them.
 
     Raises:
         ConfigError: no transport can be made of what was given.
-        ConfigMismatchError: the ranks want different numbers of lanes, or different timeouts.
+        ConfigMismatchError: the ranks want different numbers of lanes, different timeouts, or not all to measure.
         CommunicationError: a rank did not come.
     """
     number = number or LANES[device.type]
@@ -54,15 +58,22 @@ def connect(ranks: Ranks, *, number: int | None, timeout: float, device: torch.d
         for _ in range(number):
             transports.append(_transport(ranks, timeout))
             if len(transports) == 1:  # all ranks make the next ones, or none does
-                facts = {"lanes": number, "timeout": timeout}
+                facts = {"lanes": number, "timeout": timeout, "measures the network": measured}
                 compare_ranks(facts, transports[0], device, Meter(), step=step, bucket=0)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"no transport can be made: {error}") from error
-    except TransportError as error:
-        if isinstance(error, CommunicationError):
-            raise
-        raise CommunicationError(str(error), error.peers, step=step, bucket=0) from error
-    return Lanes(transports)
+        lanes = Lanes(transports)
+        if measured:
+            link = probe(transports[0], device, lanes.lanes[0].meter)
+            for transport in transports:
+                remember(transport, link)
+        return lanes
+    except BaseException as error:
+        for transport in transports:
+            transport.abort()
+        if isinstance(error, TransportError) and not isinstance(error, CommunicationError):
+            raise CommunicationError(str(error), error.peers, step=step, bucket=0) from error
+        if isinstance(error, (ValueError, TypeError)):
+            raise ConfigError(f"no transport can be made: {error}") from error
+        raise
 
 
 def _transport(ranks: Ranks, timeout: float) -> Transport:

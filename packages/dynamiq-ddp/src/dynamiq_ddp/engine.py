@@ -5,51 +5,29 @@ Shapes: d coordinates, M rows of statistics with K values each, C chunks, n work
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import dynamiq_core
 from dynamiq_core import Codec, ConfigError, DynamiQError, InputError, Plan, Received
-from dynamiq_transport import ScheduleFunction, Transport, TransportError
+from dynamiq_transport import Transport, TransportError
 
 from . import frames
 from .agreement import agree
-from .errors import CommunicationError
-from .feedback import Feedback
+from .errors import CommunicationError, ConfigMismatchError
 from .frames import GRADIENT, STATISTICS, Frames, Header, Seal
+from .job import Job as Job
 from .meter import Meter, MeteredTransport
-from .route import Route, find_route, quick_route
+from .nodes import Finish, receive_over_nodes
+from .probe import bytes_of, known_link, probe
+from .route import NodeRoute, Route, ScheduleChoice, find_route, measures, quick_route
 from .walk import Walk, reduce_and_gather
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What can be compressed; all sums are float32."""
-
-
-class Job(NamedTuple):
-    """One all-reduce, apart from its tensor.
-
-    Attributes:
-        transport: to the other ranks.
-        codec: how messages are made.
-        route: which way they go.
-        step: training step; keys the random numbers together with ``bucket``.
-        bucket: index within the step.
-        meter: where costs are counted.
-        watch: is shown the plan and the result, [d].
-        feedback: adds what the last all-reduce of this bucket lost, and learns what this one loses.
-    """
-
-    transport: Transport
-    codec: Codec[Any]
-    route: Route
-    step: int
-    bucket: int
-    meter: Meter
-    watch: Callable[[Plan, Tensor], None] | None = None
-    feedback: Feedback | None = None
 
 
 def all_reduce(
@@ -57,7 +35,7 @@ def all_reduce(
     *,
     transport: Transport,
     codec: Codec[Any],
-    schedule: str | ScheduleFunction = "ring",
+    schedule: ScheduleChoice = "ring",
     step: int = 0,
     bucket: int = 0,
     check: bool = True,
@@ -72,7 +50,9 @@ def all_reduce(
         tensor: float32, bfloat16 or float16, of any shape and strides, not empty.
         transport: to the other ranks; used by this call alone while it lasts.
         codec: how messages are compressed, for instance ``dynamiq_core.DynamiQ()``.
-        schedule: ``"ring"``, ``"butterfly"``, ``"direct"``, or a function ``(rank, size) -> Schedule``.
+        schedule: ``"ring"``, ``"butterfly"``, ``"direct"``, ``dynamiq_transport.hierarchical(node_size)`` (or as text
+            ``"hierarchical:8"``), or a function ``(rank, size) -> Schedule``. ``"auto"`` takes one of the first three
+            by the size of the message; the first call with it measures the transport, which remembers the numbers.
         step: number of the training step. With ``bucket`` it keys the codec's random numbers, so two all-reduces
             should not share both.
         bucket: number of this tensor within the step.
@@ -85,12 +65,13 @@ def all_reduce(
 
     Raises:
         InputError: the tensor is of another kind, or step or bucket is no number; on every rank that is wrong.
-        ConfigError: no such schedule, or no codec.
+        ConfigError: no such schedule, none that fits the number of ranks, or no codec.
         ConfigMismatchError: the ranks disagree, be it in what is wrong; on every rank.
         CommunicationError: a peer died, stalled, or sent a message that does not belong here. With CUDA tensors a
             message that does not belong here turns the result into NaN instead, on all ranks that learn of it.
     """
     meter = Meter() if meter is None else meter
+    device = tensor.device if isinstance(tensor, Tensor) and tensor.is_cuda else torch.device("cpu")
     job: Job | None = None
     problem: DynamiQError | None = None
     try:
@@ -98,20 +79,60 @@ def all_reduce(
         _check_numbers(step=step, bucket=bucket)
         if not isinstance(codec, Codec):
             raise ConfigError(f"codec cannot be {codec!r}; allowed: a dynamiq_core.Codec")
-        job = Job(transport, codec, find_route(schedule, transport.rank, transport.size), step, bucket, meter)
+        if measures(schedule) and known_link(transport) is None:
+            _probe(schedule, transport, device, meter, step=step, bucket=bucket, check=check)
+        route = route_of(schedule, transport, codec, tensor.numel(), tensor.device)
+        job = Job(transport, codec, route, step, bucket, meter)
+    except (ConfigMismatchError, CommunicationError):
+        raise  # of these, all ranks know
     except DynamiQError as error:
         problem = error
     if check:
         # A rank with a problem takes part all the same: alone, it would leave the others waiting.
         facts = {"problem": problem} if job is None else describe(tensor, codec, job.route, step=step, bucket=bucket)
-        device = tensor.device if isinstance(tensor, Tensor) and tensor.is_cuda else torch.device("cpu")
         compare_ranks(facts, transport, device, meter, step=step, bucket=bucket)
     if job is None:
         raise problem or AssertionError("no job without a problem")
     return reduce_tensor(tensor, job)
 
 
-def describe(tensor: Tensor, codec: Codec[Any], route: Route, *, step: int, bucket: int) -> dict[str, object]:
+def route_of(
+    schedule: ScheduleChoice, transport: Transport, codec: Codec[Any], numel: int, device: torch.device
+) -> Route | NodeRoute:
+    """The route for one tensor [d]; for ``"auto"`` by the numbers that are known of the transport.
+
+    Raises:
+        ConfigError: no such schedule, or it does not fit the number of ranks.
+    """
+    if not measures(schedule):
+        return find_route(schedule, transport.rank, transport.size)
+    nbytes = bytes_of(codec, numel, device)
+    return find_route(schedule, transport.rank, transport.size, link=known_link(transport), nbytes=nbytes)
+
+
+def _probe(
+    schedule: ScheduleChoice,
+    transport: Transport,
+    device: torch.device,
+    meter: Meter,
+    *,
+    step: int,
+    bucket: int,
+    check: bool,
+) -> None:
+    """Measure the network, for which all ranks are needed."""
+    if check:
+        facts = {"schedule": f"{schedule!r}, by what is to be measured"}
+        compare_ranks(facts, transport, device, meter, step=step, bucket=bucket)
+    try:
+        probe(transport, device, meter)
+    except TransportError as error:
+        raise CommunicationError(str(error), error.peers, step=step, bucket=bucket) from error
+
+
+def describe(
+    tensor: Tensor, codec: Codec[Any], route: Route | NodeRoute, *, step: int, bucket: int
+) -> dict[str, object]:
     """What must be equal on all ranks before they exchange messages of an all-reduce."""
     return {
         "version": f"{dynamiq_core.__version__}, frames {frames.VERSION}",
@@ -147,50 +168,75 @@ def reduce_tensor(tensor: Tensor, job: Job) -> Tensor:
         return tensor
     values = tensor.detach()  # a parameter may require gradients, which its mean does not need
     x = values.resolve_neg().contiguous().view(-1)
-    if job.feedback is not None:
-        x = job.feedback.compensate(x)
     seal = Seal(x.device)
     try:
-        statistics = _merge_statistics(x, job, seal)
-        with job.meter.span("statistics", x.device):
-            plan = _plan(statistics, x, job)
-        finished = _exchange(x, plan, job, seal)
+        finish = _receive(x, job, seal)
     except TransportError as error:
-        if isinstance(error, CommunicationError):
-            raise
         raise CommunicationError(str(error), error.peers, step=job.step, bucket=job.bucket) from error
-    with job.meter.span("codec", x.device):
-        if job.feedback is not None:
-            job.feedback.learn(job.codec, x, plan)
-        for chunk, owner in enumerate(job.route.owners):
-            job.codec.decompress(finished.message(chunk), plan, chunk=chunk, slot=owner, out=x)
-        if x.is_cuda:
-            x.masked_fill_(seal.wrong(), torch.nan)
-        if x.data_ptr() != values.data_ptr():
-            values.copy_(x.view_as(values))
-        if job.feedback is not None:
-            job.feedback.keep(values)
-        if job.watch is not None:
-            job.watch(plan, x)
-    job.meter.coordinates += job.route.moved * x.numel()
+    _raise_if_wrong(seal, x, job)
+    finish()
+    if x.is_cuda:
+        x.masked_fill_(seal.wrong(), torch.nan)
+    if x.data_ptr() != values.data_ptr():
+        values.copy_(x.view_as(values))
+    if job.feedback is not None:
+        job.feedback.keep(values)
     job.meter.all_reduces += 1
     return tensor
 
 
-def _merge_statistics(x: Tensor, job: Job, seal: Seal) -> Tensor | None:
+def _receive(x: Tensor, job: Job, seal: Seal) -> Finish:
+    """Everything but to write the result: the tensor stays as it is while something can go wrong.
+
+    Wrong headers are looked at in the end only, when all ranks have had all messages that they wait for.
+    """
+    if isinstance(job.route, NodeRoute):
+        return receive_over_nodes(x, job, job.route, seal, _receive)
+    route = job.route
+    if route.schedule.size == 1:  # the only node
+        return _nothing
+    result = x
+    if job.feedback is not None:
+        x = job.feedback.compensate(x)
+    statistics = _merge_statistics(x, job, route, seal)
+    with job.meter.span("statistics", x.device):
+        plan = _plan(statistics, x, job, route)
+    finished = _exchange(x, plan, job, route, seal)
+
+    def finish() -> None:
+        with job.meter.span("codec", x.device):
+            if job.feedback is not None:
+                job.feedback.learn(job.codec, x, plan)
+            for chunk, owner in enumerate(route.owners):
+                job.codec.decompress(finished.message(chunk), plan, chunk=chunk, slot=owner, out=x)
+            if x is not result:
+                result.copy_(x)
+        if job.watch is not None:
+            job.watch(plan, result)
+        job.meter.coordinates += route.moved * x.numel()
+
+    return finish
+
+
+def _nothing() -> None:
+    """The mean over one node is that node's."""
+
+
+def _merge_statistics(x: Tensor, job: Job, gradient: Route, seal: Seal) -> Tensor | None:
     """Phase 1: the statistics of all ranks together, bfloat16 [M, K], the same bits everywhere."""
     with job.meter.span("statistics", x.device):
         own = job.codec.statistics(x)
     if own is None:
         return None
-    route = quick_route(job.transport.rank, job.transport.size)
+    route = quick_route(gradient.schedule.rank, gradient.schedule.size, gradient.ranks)
     chunks = route.schedule.chunks
     rows = torch.tensor_split(own, chunks)
 
     def encode(chunk: int, received: Sequence[Received], out: Tensor) -> None:
-        parts = [message.view(own.dtype).view(-1, own.shape[1]) for message, _ in received]
-        merged = job.codec.merge_statistics([rows[chunk], *parts]) if parts else rows[chunk]
-        out.copy_(merged.contiguous().view(torch.uint8).view(-1))
+        with job.meter.span("statistics", x.device):
+            parts = [message.view(own.dtype).view(-1, own.shape[1]) for message, _ in received]
+            merged = job.codec.merge_statistics([rows[chunk], *parts]) if parts else rows[chunk]
+            out.copy_(merged.contiguous().view(torch.uint8).view(-1))
 
     finished = reduce_and_gather(
         Walk(
@@ -203,40 +249,39 @@ def _merge_statistics(x: Tensor, job: Job, seal: Seal) -> Tensor | None:
             device=x.device,
             align=own.element_size(),
             meter=job.meter,
-            encoding="statistics",
             moving="statistics",
         )
     )
-    _raise_if_wrong(seal, x, job)
     return torch.cat([finished.message(chunk) for chunk in range(chunks)]).view(own.dtype).view(own.shape)
 
 
-def _plan(statistics: Tensor | None, x: Tensor, job: Job) -> Plan:
+def _plan(statistics: Tensor | None, x: Tensor, job: Job, route: Route) -> Plan:
     plan: Plan = job.codec.plan(
         statistics,
         x.numel(),
         device=x.device,
-        workers=job.transport.size,
-        chunks=job.route.schedule.chunks,
+        workers=route.schedule.size,
+        chunks=route.schedule.chunks,
         step=job.step,
-        bucket=job.bucket,
-        gain=job.route.gain,
+        bucket=job.bucket if job.stream is None else job.stream,
+        gain=route.gain,
     )
     return plan
 
 
-def _exchange(x: Tensor, plan: Plan, job: Job, seal: Seal) -> Frames:
+def _exchange(x: Tensor, plan: Plan, job: Job, route: Route, seal: Seal) -> Frames:
     """Phase 2: the last encoding of every chunk."""
 
     def encode(chunk: int, received: Sequence[Received], out: Tensor) -> None:
-        slot = job.transport.rank
-        job.codec.decompress_accumulate_recompress(received, x, plan, chunk=chunk, slot=slot, out=out)
+        slot = route.schedule.rank
+        with job.meter.span("codec", x.device):
+            job.codec.decompress_accumulate_recompress(received, x, plan, chunk=chunk, slot=slot, out=out)
         if job.feedback is not None:
             job.feedback.note(chunk, slot, received, out)
 
-    finished = reduce_and_gather(
+    return reduce_and_gather(
         Walk(
-            route=job.route,
+            route=route,
             transport=MeteredTransport(job.transport, job.meter, "gradient"),
             sizes=plan.sizes,
             encode=encode,
@@ -245,12 +290,9 @@ def _exchange(x: Tensor, plan: Plan, job: Job, seal: Seal) -> Frames:
             device=x.device,
             align=16,  # what vector loads need
             meter=job.meter,
-            encoding="codec",
             moving="network",
         )
     )
-    _raise_if_wrong(seal, x, job)
-    return finished
 
 
 def _raise_if_wrong(seal: Seal, x: Tensor, job: Job) -> None:

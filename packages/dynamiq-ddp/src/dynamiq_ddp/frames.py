@@ -4,7 +4,7 @@ A frame is a 16-byte header and a chunk's message:
 
     0   2 bytes   magic "DQ"
     2   1 byte    version of the framing
-    3   1 byte    1 statistics, 2 gradient; plus 128 when the sender has itself received a wrong header
+    3   1 byte    1 statistics, 2 gradient, 3 inside a node; plus 128 when the sender has itself received a wrong header
     4   2 bytes   chunk
     6   2 bytes   slot
     8   4 bytes   bucket
@@ -38,7 +38,7 @@ class Header(NamedTuple):
     """What a header says.
 
     Attributes:
-        kind: `STATISTICS` or `GRADIENT`.
+        kind: `STATISTICS`, `GRADIENT` or `NODE`.
         chunk: which chunk the message is of.
         slot: under which it was encoded: the rank that encoded it.
         bucket: of the all-reduce.
@@ -60,6 +60,7 @@ class Header(NamedTuple):
 
 STATISTICS = 1
 GRADIENT = 2
+NODE = 3
 
 
 class Frames:
@@ -168,9 +169,14 @@ class Seal:
         return torch.stack([torch.zeros((), dtype=torch.uint8, device=self._device), *self._wrong]).any()
 
     def describe(self) -> tuple[str, tuple[int, ...]]:
-        """What was wrong, in words, and which peers sent it. Reads the headers on the host."""
-        faults = [(peer, header, found) for peer, header, found in self._arrived if _raw(found) != header.pack()]
-        said = [f"rank {peer} sent {_differences(header, _raw(found))}" for peer, header, found in faults]
+        """What was wrong, in words, and which peers sent it; those who only passed the word on if there are no others.
+
+        Reads the headers on the host.
+        """
+        faults = [(peer, header, _raw(found)) for peer, header, found in self._arrived]
+        faults = [(peer, header, raw) for peer, header, raw in faults if raw != header.pack()]
+        faults = [fault for fault in faults if not _only_passed_on(*fault[1:])] or faults
+        said = [f"rank {peer} sent {_differences(header, raw)}" for peer, header, raw in faults]
         return "; ".join(said[:3]), tuple(sorted({peer for peer, _, _ in faults}))
 
     def _upload(self, headers: Sequence[Header]) -> Tensor:
@@ -181,6 +187,13 @@ class Seal:
 
 def _raw(header: Tensor) -> bytes:
     return header.cpu().numpy().tobytes()
+
+
+def _only_passed_on(expected: Header, raw: bytes) -> bool:
+    """Whether a header is right but for the word that its sender has received a wrong one."""
+    honest = bytearray(raw)
+    honest[_KIND_AT] &= ~_FAULT
+    return honest == expected.pack()
 
 
 def _differences(expected: Header, raw: bytes) -> str:

@@ -16,8 +16,8 @@ from torch.profiler import record_function
 
 from dynamiq_transport import Handle, Message, Transport
 
-Phase = Literal["agreement", "statistics", "gradient", "measurement"]
-Activity = Literal["agreement", "statistics", "codec", "network"]
+Phase = Literal["agreement", "probe", "node", "statistics", "gradient", "measurement"]
+Activity = Literal["agreement", "node", "statistics", "codec", "network"]
 
 
 class Meter:
@@ -26,12 +26,14 @@ class Meter:
     Attributes:
         bytes: sent, by phase.
         coordinates: gradient coordinates that were moved: 2 (n - 1) / n times d for a ring.
+        coordinates_node: thereof inside a node.
         all_reduces: how many were counted.
     """
 
     def __init__(self) -> None:
         self.bytes: dict[Phase, int] = dict.fromkeys(get_args(Phase), 0)
         self.coordinates = 0.0
+        self.coordinates_node = 0.0
         self.all_reduces = 0
         self._seconds: dict[Activity, float] = dict.fromkeys(get_args(Activity), 0.0)
         self._events: deque[tuple[Activity, torch.cuda.Event, torch.cuda.Event]] = deque()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from dynamiq_core import DynamiQPlan, Plan, vnmse
 from .engine import Job, reduce_tensor
 from .exact import Exact
 from .meter import Meter
+from .nodes import own_part
 
 
 class Quality:
@@ -31,17 +34,16 @@ class Quality:
         self.error = self.energy = 0.0
         self.widths: dict[int, int] = {}
 
-    def expect(self, plan: Plan, mean: Tensor, workers: int) -> None:
+    def expect(self, plan: Plan, mean: Tensor) -> None:
         """Add what a plan expects, if it says so; nothing is read on the host.
 
         Args:
             plan: of an all-reduce that has been done.
             mean: its result.
-            workers: n.
         """
         if isinstance(plan, DynamiQPlan):
             norm = torch.linalg.vector_norm(mean, dtype=torch.float32).to(torch.float64)
-            both = torch.stack((plan.expected_error / workers**2, norm.square()))
+            both = torch.stack((plan.expected_error / plan.workers**2, norm.square()))
             both = torch.where(both.isfinite().all(), both, 0.0)  # a step with an overflow says nothing
             self._expected = both if self._expected is None else self._expected + both
 
@@ -50,12 +52,12 @@ class Quality:
         error, energy = (0.0, 0.0) if self._expected is None else self._expected.tolist()
         return error, energy
 
-    def measure(self, step: int, plan: Plan, mean: Tensor, exact: Tensor) -> None:
+    def measure(self, step: int, plans: Sequence[Plan], mean: Tensor, exact: Tensor) -> None:
         """Compare a bucket with its exact mean; waits for the device.
 
         Args:
             step: to which the bucket belongs; a new one starts the sums anew.
-            plan: of the compressed all-reduce.
+            plans: of the compressed all-reduce.
             mean: its result.
             exact: what it should be.
         """
@@ -64,15 +66,16 @@ class Quality:
         energy = float(exact.to(torch.float64).square().sum())
         self.error += vnmse(mean, exact) * energy if energy else float(mean.to(torch.float64).square().sum())
         self.energy += energy
-        if isinstance(plan, DynamiQPlan):
+        for plan in plans:
+            if not isinstance(plan, DynamiQPlan):
+                continue
             for width, count in enumerate(torch.bincount(plan.width[plan.index >= 0]).tolist()):
                 self.widths[width] = self.widths.get(width, 0) + count
 
 
 def reduce_and_predict(tensor: Tensor, job: Job, quality: Quality) -> None:
     """Average a tensor and note what error its codec expects."""
-    workers = job.transport.size
-    reduce_tensor(tensor, job._replace(watch=lambda plan, mean: quality.expect(plan, mean, workers)))
+    reduce_tensor(tensor, job._replace(watch=quality.expect))
 
 
 def reduce_and_measure(tensor: Tensor, job: Job, quality: Quality) -> None:
@@ -80,14 +83,18 @@ def reduce_and_measure(tensor: Tensor, job: Job, quality: Quality) -> None:
 
     With error feedback the codec is given a gradient and a residual, so their sum is what is averaged exactly.
     """
-    if job.feedback is None:
-        exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-    else:
-        exact = job.feedback.compensate(tensor.reshape(-1))
+    exact = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+    if job.feedback is not None:
+        part, ranks = own_part(exact.view(-1), job.route)
+        job.feedback.add_to(part, times=ranks)
     aside = Meter()  # a measurement is no part of what an all-reduce costs, but its bytes are bytes
     plans: list[Plan] = []
-    reduce_tensor(tensor, job._replace(watch=lambda plan, mean: plans.append(plan)))
+
+    def watch(plan: Plan, mean: Tensor) -> None:
+        plans.append(plan)
+        quality.expect(plan, mean)
+
+    reduce_tensor(tensor, job._replace(watch=watch))
     reduce_tensor(exact, job._replace(codec=Exact(exact.dtype), meter=aside, feedback=None))
     job.meter.bytes["measurement"] += aside.bytes_sent
-    quality.expect(plans[0], tensor.view(-1), job.transport.size)
-    quality.measure(job.step, plans[0], tensor.view(-1), exact.view(-1))
+    quality.measure(job.step, plans, tensor.view(-1), exact.view(-1))

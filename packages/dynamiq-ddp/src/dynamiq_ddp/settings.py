@@ -8,9 +8,8 @@ from typing import Any
 
 from dynamiq_core import Codec, CodecConfig, ConfigError, DynamiQ
 from dynamiq_kernels import Backend
-from dynamiq_transport import ScheduleFunction
 
-from .route import find_function
+from .route import ScheduleChoice, find_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +23,7 @@ class Settings:
     config: CodecConfig
     backend: Backend
     codec: Codec[Any] | None
-    schedule: str | ScheduleFunction
+    schedule: ScheduleChoice
     min_compress_numel: int
     warmup_steps: int
     measure_every: int
@@ -48,7 +47,7 @@ class Settings:
                 f"error_feedback cannot be True with {self.codec!r}, which cannot tell what its encodings lose; "
                 "allowed: a codec with a method residual, such as dynamiq_core.DynamiQ"
             )
-        find_function(self.schedule)
+        find_schedule(self.schedule)
 
     @property
     def bits(self) -> float | None:

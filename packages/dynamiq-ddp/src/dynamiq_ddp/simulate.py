@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from dynamiq_core import Codec, InputError, vnmse
-from dynamiq_transport import ScheduleFunction, Transport, run_local
+from dynamiq_transport import Link, Transport, run_local
 
 from .engine import DTYPES, all_reduce
 from .errors import ReplicaError
 from .meter import Meter
+from .probe import probe, remember
+from .route import ScheduleChoice, measures
+
+_links: dict[int, Link] = {}
 
 
 class SimulationResult(NamedTuple):
@@ -36,7 +40,7 @@ def simulate(
     gradients: Tensor,
     *,
     codec: Codec[Any],
-    schedule: str | ScheduleFunction = "ring",
+    schedule: ScheduleChoice = "ring",
     step: int = 0,
     bucket: int = 0,
 ) -> SimulationResult:
@@ -45,7 +49,8 @@ def simulate(
     Args:
         gradients: float32, bfloat16 or float16 [n, d], one gradient per rank; not changed.
         codec: shared by the ranks.
-        schedule: as for `all_reduce`.
+        schedule: as for `all_reduce`. What ``"auto"`` measures are threads that copy memory, once for each number of
+            ranks in a process; the bytes of that are not counted.
         step: as for `all_reduce`; repetitions with other steps see other random numbers.
         bucket: as for `all_reduce`.
 
@@ -60,9 +65,12 @@ def simulate(
     if gradients.dtype not in DTYPES:
         raise InputError(f"gradients cannot be {gradients.dtype}; allowed: {', '.join(map(str, DTYPES))}")
     rows = gradients.detach()
+    link = _link(rows.shape[0]) if measures(schedule) else None
 
     def rank(transport: Transport) -> tuple[Tensor, int]:
         meter = Meter()
+        if link is not None:
+            remember(transport, link)
         row = rows[transport.rank].clone(memory_format=torch.contiguous_format)
         # The ranks share their arguments, so there is nothing to compare.
         all_reduce(
@@ -79,3 +87,9 @@ def simulate(
             )
     exact = rows.to(torch.float64).mean(dim=0)
     return SimulationResult(mean, vnmse(mean, exact), torch.tensor([sent for _, sent in results]))
+
+
+def _link(size: int) -> Link:
+    if size not in _links:
+        _links[size] = run_local(size, lambda transport: probe(transport, torch.device("cpu"), Meter()))[0]
+    return _links[size]

@@ -20,18 +20,19 @@ from torch.futures import Future
 
 from dynamiq_core import Codec, CodecConfig, ConfigError, DynamiQ, DynamiQError
 from dynamiq_kernels import Backend
-from dynamiq_transport import DEFAULT_TIMEOUT, ScheduleFunction, Transport
+from dynamiq_transport import DEFAULT_TIMEOUT, Transport
 
 from .backend import make_codec
 from .bucket import Comparison, Way, averaging, reporting
 from .connect import connect, default_group
-from .engine import DTYPES
+from .engine import DTYPES, route_of
 from .exact import Exact
 from .exempt import Exempt, Exemption, Ranges
-from .feedback import Feedback, Residuals
+from .feedback import Feedback, Layout, Residuals
 from .gate import Gate
 from .lanes import Lane, Lanes, Pending, Work
-from .route import find_route, quick_route
+from .nodes import own_part
+from .route import NodeRoute, Route, ScheduleChoice, measures, quick_route
 from .settings import Settings
 from .stats import Stats, collect
 
@@ -51,7 +52,7 @@ class DynamiQState:
 
     Args:
         bits: budget per coordinate and direction of the all-reduce, everything included.
-        schedule: ``"ring"``, ``"butterfly"``, ``"direct"``, or a function ``(rank, size) -> Schedule``.
+        schedule: as for `all_reduce`. ``"auto"`` measures the network in the first backward pass.
         backend: what carries out the codec's operations; ``"auto"`` takes the fastest that can run.
         codec: instead of ``bits``, ``backend`` and ``seed``: a codec that is made already.
         process_group: the ranks to average over, as given to DDP; the default group when None.
@@ -79,7 +80,7 @@ class DynamiQState:
         self,
         *,
         bits: float = 5.0,
-        schedule: str | ScheduleFunction = "ring",
+        schedule: ScheduleChoice = "ring",
         backend: Backend = "auto",
         codec: Codec[Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -184,34 +185,42 @@ class DynamiQState:
         """How a bucket is averaged: a function of what is the same on all ranks."""
         settings, exemption, changes = self._held
         ranges = exemption.ranges(tensor.numel(), parameters)
-        large = find_route(settings.schedule, lanes.rank, lanes.size)
-        small = quick_route(lanes.rank, lanes.size)
         codec: Codec[Any] = Exact(tensor.dtype)
-        compressed = ranges.compressed >= max(settings.min_compress_numel, 1)
-        if compressed and tensor.dtype in DTYPES and step >= settings.warmup_steps:
+        compressible = tensor.dtype in DTYPES and step >= settings.warmup_steps
+        if compressible and ranges.compressed >= max(settings.min_compress_numel, 1):
             if self._codec is None:
                 self._codec = settings.codec or make_codec(settings.config, settings.backend, tensor.device)
             codec = self._codec
         else:
             ranges = Ranges((tensor.numel(),), (False,))
-            compressed = tensor.numel() >= settings.min_compress_numel
-        every = settings.measure_every
         exact = isinstance(codec, Exact)
+
+        def route(codec: Codec[Any], numel: int) -> Route | NodeRoute:
+            if numel < settings.min_compress_numel:
+                return quick_route(lanes.rank, lanes.size)
+            return route_of(settings.schedule, lanes.lanes[0].transport, codec, numel, tensor.device)
+
+        chosen, every, others = route(codec, ranges.compressed), settings.measure_every, exemption.others(parameters)
         return Way(
             codec=codec,
-            route=large if compressed else small,
+            route=chosen,
             ranges=ranges,
-            exempt_route=large if tensor.numel() - ranges.compressed >= settings.min_compress_numel else small,
+            exempt_route=route(Exact(tensor.dtype), tensor.numel() - ranges.compressed) if ranges.some else None,
             measured=every > 0 and step % every == 0 and not exact,
-            feedback=None if exact else self._feedback(tensor, lanes, exemption.others(parameters), bucket=bucket),
+            feedback=None if exact else self._feedback(tensor, chosen, lanes, others, bucket=bucket),
             settings=f"{settings.summary()}, changed {changes} times",
         )
 
-    def _feedback(self, tensor: Tensor, lanes: Lanes, parameters: Sequence[Tensor], *, bucket: int) -> Feedback | None:
+    def _feedback(
+        self, tensor: Tensor, route: Route | NodeRoute, lanes: Lanes, parameters: Sequence[Tensor], *, bucket: int
+    ) -> Feedback | None:
         if not self._settings.error_feedback:  # which never changes
             return None
-        shapes = tuple(tuple(parameter.shape) for parameter in parameters) or ((tensor.numel(),),)
-        return self._residuals.feedback(bucket, tensor.dtype, parameters, shapes, rank=lanes.rank, size=lanes.size)
+        numel = sum(parameter.numel() for parameter in parameters) or tensor.numel()
+        shapes = tuple(tuple(parameter.shape) for parameter in parameters) or ((numel,),)
+        part, _ = own_part(torch.empty(numel, device="meta"), route)
+        layout = Layout(str(tensor.dtype), shapes, (part.storage_offset(), part.numel()))
+        return self._residuals.feedback(bucket, layout, parameters, rank=lanes.rank, size=lanes.size)
 
     def _take_over_changes(self) -> None:
         settings, exemption, _ = self._held
@@ -254,7 +263,15 @@ class DynamiQState:
             return None
         self.close()  # a process group that is gone took its ranks along
         settings = self._settings
-        lanes = connect(ranks, number=settings.lanes, timeout=settings.timeout, device=device, step=self._steps)
+        measured = measures(settings.schedule)
+        lanes = connect(
+            ranks,
+            number=settings.lanes,
+            timeout=settings.timeout,
+            device=device,
+            step=self._steps,
+            measured=measured,
+        )
         self._lanes, self._bound_to = lanes, ranks
         self._closer = weakref.finalize(self, lanes.close)
         _LOGGER.info("%r: rank %d of %d, %d lanes on %s", self, lanes.rank, lanes.size, len(lanes.lanes), device)

@@ -18,13 +18,17 @@ class Stats:
         all_reduces: over all steps; one for each bucket, and one more where some of its parameters are exempt.
         bytes_sent: everything handed to the transport.
         bytes_agreement: thereof to compare what the ranks are about to do.
+        bytes_probe: thereof to measure the network, for schedules that are chosen by it.
+        bytes_node: thereof inside a node, where the schedule knows nodes; it is not compressed.
         bytes_statistics: thereof in phase 1.
         bytes_gradient: thereof in phase 2.
         bytes_measurement: thereof to know the exact mean in steps that are measured.
         coordinates: coordinates that this rank had to move, however many bits each: 2 (n - 1) / n times those of the
             gradient for a ring.
-        bits_per_coordinate: 8 ``bytes_sent`` / ``coordinates``; 0 when nothing was sent.
+        bits_per_coordinate: 8 (``bytes_sent`` - ``bytes_probe``) / ``coordinates``; 0 when nothing was sent.
+        bits_between_nodes: the same without what was sent and moved inside a node.
         seconds_agreement: spent comparing.
+        seconds_node: spent inside a node, adding up and exchanging.
         seconds_statistics: spent in phase 1, its messages and the plan included.
         seconds_codec: spent encoding and decoding.
         seconds_network: spent exchanging messages of phase 2.
@@ -41,12 +45,16 @@ class Stats:
     all_reduces: int
     bytes_sent: int
     bytes_agreement: int
+    bytes_probe: int
+    bytes_node: int
     bytes_statistics: int
     bytes_gradient: int
     bytes_measurement: int
     coordinates: float
     bits_per_coordinate: float
+    bits_between_nodes: float
     seconds_agreement: float
+    seconds_node: float
     seconds_statistics: float
     seconds_codec: float
     seconds_network: float
@@ -61,7 +69,9 @@ def collect(lanes: Sequence[Lane], *, steps: int, seconds_exposed: float, backen
     """Add up what all lanes have done. Waits for the device, on CUDA."""
     meters = [lane.meter for lane in lanes]
     sent = sum(meter.bytes_sent for meter in meters)
+    probe, node = (sum(meter.bytes[phase] for meter in meters) for phase in ("probe", "node"))
     coordinates = sum(meter.coordinates for meter in meters)
+    between = coordinates - sum(meter.coordinates_node for meter in meters)
     expected = [lane.quality.expected() for lane in lanes]
     last = max((lane.quality.step for lane in lanes if lane.quality.step is not None), default=None)
     measured = [lane.quality for lane in lanes if last is not None and lane.quality.step == last]
@@ -71,12 +81,16 @@ def collect(lanes: Sequence[Lane], *, steps: int, seconds_exposed: float, backen
         all_reduces=sum(meter.all_reduces for meter in meters),
         bytes_sent=sent,
         bytes_agreement=sum(meter.bytes["agreement"] for meter in meters),
+        bytes_probe=probe,
+        bytes_node=node,
         bytes_statistics=sum(meter.bytes["statistics"] for meter in meters),
         bytes_gradient=sum(meter.bytes["gradient"] for meter in meters),
         bytes_measurement=sum(meter.bytes["measurement"] for meter in meters),
         coordinates=coordinates,
-        bits_per_coordinate=8 * sent / coordinates if coordinates else 0.0,
+        bits_per_coordinate=8 * (sent - probe) / coordinates if coordinates else 0.0,
+        bits_between_nodes=8 * (sent - probe - node) / between if between else 0.0,
         seconds_agreement=sum(meter.seconds("agreement") for meter in meters),
+        seconds_node=sum(meter.seconds("node") for meter in meters),
         seconds_statistics=sum(meter.seconds("statistics") for meter in meters),
         seconds_codec=sum(meter.seconds("codec") for meter in meters),
         seconds_network=sum(meter.seconds("network") for meter in meters),

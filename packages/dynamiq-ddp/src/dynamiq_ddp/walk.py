@@ -1,6 +1,7 @@
 """Follows a schedule: encode, exchange, keep what arrives, until every rank has the last encoding of every chunk.
 
-What is encoded is not known here: the statistics of phase 1 and the gradient of phase 2 take the same walk.
+What is encoded is not known here: the statistics of phase 1, the gradient of phase 2 and what travels inside a node
+take the same walk.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .meter import Activity, Meter
 from .route import Route
 
 Encode = Callable[[int, Sequence[Received], Tensor], None]
-"""``encode(chunk, received, out)``: write one's own part plus everything received into ``out``."""
+"""``encode(chunk, received, out)``: write one's own part plus everything received into ``out``; counts its own time."""
 
 
 class Walk(NamedTuple):
@@ -27,7 +28,7 @@ class Walk(NamedTuple):
 
     Attributes:
         route: which way.
-        transport: who carries the bytes.
+        transport: who carries the bytes, to the ranks of the route.
         sizes: bytes of each chunk's message, the same on all ranks.
         encode: how a message is made; called exactly once for every chunk.
         header: what the headers say; chunk and slot are filled in.
@@ -35,7 +36,6 @@ class Walk(NamedTuple):
         device: where the messages live.
         align: messages in one piece start at multiples of this many bytes.
         meter: where the time is counted.
-        encoding: as what the time of ``encode`` counts.
         moving: as what the time of the exchanges counts.
     """
 
@@ -48,7 +48,6 @@ class Walk(NamedTuple):
     device: torch.device
     align: int
     meter: Meter
-    encoding: Activity
     moving: Activity
 
 
@@ -73,20 +72,22 @@ def _reduce_step(walk: Walk, step: Step, frames: Frames, waiting: dict[int, list
     for _, chunks in step.sends:
         for chunk in chunks:
             _encode(walk, chunk, frames, waiting)
+    ranks = walk.route.ranks
     incoming = [(peer, chunks, frames.room_for(chunks)) for peer, chunks in step.recvs]
-    sends = [(peer, frames.piece(chunks)) for peer, chunks in step.sends]
+    sends = [(ranks[peer], frames.piece(chunks)) for peer, chunks in step.sends]
     with walk.meter.span(walk.moving, walk.device):
-        walk.transport.exchange(sends, [(peer, room.buffer) for peer, _, room in incoming]).wait()
+        walk.transport.exchange(sends, [(ranks[peer], room.buffer) for peer, _, room in incoming]).wait()
     for peer, chunks, room in incoming:
         for i, chunk in enumerate(chunks):
-            walk.seal.expect(peer, walk.header._replace(chunk=chunk, slot=peer), room.header(i))
+            walk.seal.expect(ranks[peer], walk.header._replace(chunk=chunk, slot=peer), room.header(i))
             waiting.setdefault(chunk, []).append(Received(room.message(i), peer))
 
 
 def _gather_step(walk: Walk, step: Step, frames: Frames) -> None:
     """Hand on finished chunks as they are."""
-    incoming = [(peer, chunks, frames.landing(chunks)) for peer, chunks in step.recvs]
-    sends = [(peer, frames.piece(chunks)) for peer, chunks in step.sends]
+    ranks = walk.route.ranks
+    incoming = [(ranks[peer], chunks, frames.landing(chunks)) for peer, chunks in step.recvs]
+    sends = [(ranks[peer], frames.piece(chunks)) for peer, chunks in step.sends]
     with walk.meter.span(walk.moving, walk.device):
         walk.transport.exchange(sends, [(peer, landing) for peer, _, landing in incoming]).wait()
     for peer, chunks, landing in incoming:
@@ -97,6 +98,6 @@ def _gather_step(walk: Walk, step: Step, frames: Frames) -> None:
 
 
 def _encode(walk: Walk, chunk: int, frames: Frames, waiting: dict[int, list[Received]]) -> None:
-    with walk.meter.span(walk.encoding, walk.device):
-        walk.encode(chunk, waiting.pop(chunk, ()), frames.message(chunk))
+    walk.encode(chunk, waiting.pop(chunk, ()), frames.message(chunk))
+    with walk.meter.span(walk.moving, walk.device):
         walk.seal.write(walk.header._replace(chunk=chunk, slot=walk.route.schedule.rank), frames.header(chunk))

@@ -6,6 +6,8 @@ from dynamiq_transport.cost import choose as choose
 from dynamiq_transport.cost import explain as explain
 from dynamiq_transport.cost import measure as measure
 from dynamiq_transport.group import dedicated_group as dedicated_group
+from dynamiq_transport.hierarchical import Hierarchical as Hierarchical
+from dynamiq_transport.hierarchical import hierarchical as hierarchical
 from dynamiq_transport.local import LocalTransport as LocalTransport
 from dynamiq_transport.local import run_local as run_local
 from dynamiq_transport.schedules import Schedule as Schedule
@@ -30,6 +32,7 @@ from dynamiq_transport.transport import check_batch as check_batch
 __all__ = [
     "DEFAULT_TIMEOUT",
     "Handle",
+    "Hierarchical",
     "Levels",
     "Link",
     "LocalTransport",
@@ -50,6 +53,7 @@ __all__ = [
     "explain",
     "gain",
     "gather_records",
+    "hierarchical",
     "levels",
     "measure",
     "ring",

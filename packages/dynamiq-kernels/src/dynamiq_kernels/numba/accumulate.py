@@ -9,10 +9,10 @@ from torch import Tensor
 
 from dynamiq_core.config import SUPER_GROUP
 from dynamiq_core.plan import DynamiQPlan
-from dynamiq_kernels.numba.chunk import chunk_arguments
+from dynamiq_kernels.numba.chunk import chunk_arguments, row_of
 from dynamiq_kernels.numba.compiling import kernel
 from dynamiq_kernels.numba.floats import fetch_ahead, gradient_arguments, read, write
-from dynamiq_kernels.numba.memory import array_at, stack
+from dynamiq_kernels.numba.memory import stack
 from dynamiq_kernels.numba.philox import SIZE, expand_key
 from dynamiq_kernels.numba.quantise import add_message
 from dynamiq_kernels.numba.threads import for_each_range
@@ -27,12 +27,12 @@ def _accumulate(first: Any, last: Any, message: Any, slot: Any, chunk: Any, tota
     expand_key(keys, chunk.key)
     for k in range(first, last):
         values = stack(256, np.float32)
-        start = np.int64(array_at(chunk.index, np.int32)[k]) * SUPER_GROUP
+        start = np.int64(row_of(chunk, k)[0]) * SUPER_GROUP
         count = min(chunk.numel - start, SUPER_GROUP)
         fetch_ahead(total, k, last, chunk)
         read(values, total, start, count, ZERO)
         add_message(values, message, k, slot, ONE, chunk, keys)
-        write(total, values, start, count, ZERO)
+        write(total, values, start, count)
 
 
 def decompress_accumulate(message: Tensor, total: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int) -> None:

@@ -1,6 +1,6 @@
 """What kernels know of a chunk: the plan's tables and the key of the random numbers, as addresses and numbers.
 
-Shapes: M super-groups in the tensor, K in the longest chunk.
+Shapes: K super-groups in the longest chunk.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from torch import Tensor
 from dynamiq_core.levels import level_table
 from dynamiq_core.plan import DynamiQPlan
 from dynamiq_core.rounding import stratum
+from dynamiq_kernels.numba.compiling import device
+from dynamiq_kernels.numba.memory import array_at
+
+ROW_BYTES = 16
+"""Bytes of the plan's row of a super-group."""
 
 
 class Key(NamedTuple):
@@ -28,10 +33,7 @@ class Key(NamedTuple):
 class Chunk(NamedTuple):
     """The plan of one chunk; tables are addresses."""
 
-    index: Any  # int32 [K], which super-group
-    width: Any  # int32 [K]
-    offset: Any  # int32 [K], byte of the first plane
-    mean: Any  # float32 [M]
+    rows: Any  # int32 [K, 4]: super-group, width, byte of the first plane, bits of the mean
     levels: Any  # float32 [9, 8]
     scales_at: Any  # int64, byte of the scale section
     nonzero: Any  # int64, super-groups of width above 0; they come first
@@ -54,10 +56,7 @@ def chunk_arguments(plan: DynamiQPlan, chunk: int) -> Chunk:
     """What a kernel gets for a chunk: good as long as the plan lives."""
     config, (seed, step, bucket) = plan.config, plan.key
     return Chunk(
-        index=_row(plan.index, chunk),
-        width=_row(plan.width, chunk),
-        offset=_row(plan.offset, chunk),
-        mean=plan.mean.data_ptr(),
+        rows=plan.rows.data_ptr() + ROW_BYTES * plan.rows.shape[1] * chunk,
         levels=_levels(config.bend).data_ptr(),
         scales_at=int(plan.scales_at.numpy()[chunk]),
         nonzero=int(plan.nonzero.numpy()[chunk]),
@@ -68,15 +67,16 @@ def chunk_arguments(plan: DynamiQPlan, chunk: int) -> Chunk:
     )
 
 
-def _row(table: Tensor, chunk: int) -> int:
-    """The address of a row of an int32 table [C, K]."""
-    return table.data_ptr() + 4 * table.stride(0) * chunk
-
-
 @cache
 def _levels(bend: float) -> Tensor:
     """The table of levels, kept for good, since kernels know but its address."""
     return level_table(bend)
+
+
+@device
+def row_of(chunk: Any, k: Any) -> Any:
+    """What the plan says of the k-th super-group: int32 [4], its index, width, offset and the bits of its mean."""
+    return array_at(chunk.rows + ROW_BYTES * k, np.int32)
 
 
 def slot_arguments(plan: DynamiQPlan, slot: int) -> Slot:

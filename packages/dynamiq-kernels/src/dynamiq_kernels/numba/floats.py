@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 
 from dynamiq_core.config import SUPER_GROUP
+from dynamiq_kernels.numba.chunk import row_of
 from dynamiq_kernels.numba.compiling import device
 from dynamiq_kernels.numba.memory import array_at, bits_of, float_of, prefetch, stack
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+
+LARGEST_FLOAT16, LARGEST_BFLOAT16 = (np.float32(torch.finfo(dtype).max) for dtype in (torch.float16, torch.bfloat16))
+LARGEST_FLOAT32 = np.float32(torch.finfo(torch.float32).max)
 
 LINE = 64
 """Bytes of a cache line."""
@@ -111,29 +115,37 @@ def read(values: Any, x: Any, start: Any, count: Any, mean: Any) -> None:
 
 
 @device
-def write(out: Any, values: Any, start: Any, count: Any, mean: Any) -> None:
-    """The first ``count`` of float32 [256] plus the mean into ``out[start : start + count]``, rounded to its dtype."""
+def write(out: Any, values: Any, start: Any, count: Any) -> None:
+    """The first ``count`` of float32 [256] into ``out[start : start + count]``, rounded to its dtype."""
     if out.kind == FLOAT32:
         wide = array_at(out.address + 4 * start, np.float32)
         for i in range(count):
-            wide[i] = values[i] + mean
+            wide[i] = values[i]
     else:
         narrow = array_at(out.address + 2 * start, np.uint16)
         rounded = stack(256, np.uint16)
         if out.kind == BFLOAT16:
             for i in range(SUPER_GROUP):
-                rounded[i] = to_bfloat16(values[i] + mean)
+                rounded[i] = to_bfloat16(values[i])
         else:
             for i in range(SUPER_GROUP):
-                rounded[i] = to_float16(values[i] + mean)
+                rounded[i] = to_float16(values[i])
         for i in range(count):
             narrow[i] = rounded[i]
 
 
 @device
+def largest_of(x: Any) -> Any:
+    """The largest number of a tensor's dtype: float32."""
+    if x.kind == FLOAT16:
+        return LARGEST_FLOAT16
+    return LARGEST_BFLOAT16 if x.kind == BFLOAT16 else LARGEST_FLOAT32
+
+
+@device
 def fetch_ahead(x: Any, k: Any, last: Any, chunk: Any) -> None:
-    """Ask for the coordinates of a super-group soon to come: their order is the plan's, which no processor foresees."""
-    start = np.int64(array_at(chunk.index, np.int32)[min(k + AHEAD, last - 1)]) * SUPER_GROUP
+    """Ask for the coordinates of a super-group soon to come: no processor foresees the gaps between them."""
+    start = np.int64(row_of(chunk, min(k + AHEAD, last - 1))[0]) * SUPER_GROUP
     if x.kind == FLOAT32:
         for line in range(4 * SUPER_GROUP // LINE):
             prefetch(x.address + 4 * start + LINE * line)

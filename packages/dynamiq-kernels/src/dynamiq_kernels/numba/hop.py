@@ -12,10 +12,10 @@ from dynamiq_core import scales
 from dynamiq_core.config import SUPER_GROUP
 from dynamiq_core.plan import DynamiQPlan
 from dynamiq_core.protocol import Received
-from dynamiq_kernels.numba.chunk import chunk_arguments, slot_arguments
+from dynamiq_kernels.numba.chunk import chunk_arguments, row_of, slot_arguments
 from dynamiq_kernels.numba.compiling import kernel
 from dynamiq_kernels.numba.floats import clear_padding, fetch_ahead, gradient_arguments, read
-from dynamiq_kernels.numba.memory import array_at, stack
+from dynamiq_kernels.numba.memory import array_at, float_of, stack
 from dynamiq_kernels.numba.philox import SIZE, expand_key
 from dynamiq_kernels.numba.quantise import add_message, write_message
 from dynamiq_kernels.numba.threads import for_each_range
@@ -31,11 +31,11 @@ def _hop(first: Any, last: Any, x: Any, received: Any, sources: Any, slot: Any, 
     expand_key(keys, chunk.key)
     for k in range(first, last):
         values = stack(256, np.float32)
-        super_group = np.int64(array_at(chunk.index, np.int32)[k])
-        start = super_group * SUPER_GROUP
+        row = row_of(chunk, k)
+        start = np.int64(row[0]) * SUPER_GROUP
         count = min(chunk.numel - start, SUPER_GROUP)
         fetch_ahead(x, k, last, chunk)
-        read(values, x, start, count, array_at(chunk.mean, np.float32)[super_group])
+        read(values, x, start, count, float_of(row[3]))
         for r in range(received):
             source = array_at(sources + SOURCE_BYTES * r, np.int64)
             add_message(values, source[0], k, source[1], ONE, chunk, keys)

@@ -86,11 +86,11 @@ def float_of(_typing: Any, bits: Any) -> Any:
 
 @intrinsic
 def multiply_add(_typing: Any, a: Any, b: Any, c: Any) -> Any:
-    """``a * b + c`` in float32, fused where the processor does that well: only for products that are exact."""
+    """``a * b + c`` in float32, rounded once."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         kind = ir.FloatType()
-        function = builder.module.declare_intrinsic("llvm.fmuladd", [kind], ir.FunctionType(kind, [kind] * 3))
+        function = builder.module.declare_intrinsic("llvm.fma", [kind], ir.FunctionType(kind, [kind] * 3))
         return builder.call(function, args)
 
     f = types.float32

@@ -1,6 +1,7 @@
-"""Philox 4x32-10 for the lanes of a super-group, equal to `dynamiq_core.philox`.
+"""Philox 4x32-7 for the lanes of a super-group, equal to `dynamiq_core.philox`.
 
-Words are held in 64-bit lanes: a 32 x 32 bit product is then one vector instruction, and its halves a shift apart.
+Words are held in 64-bit lanes: a 32 x 32 bit product is then one vector instruction, and its halves a shift apart. That
+instruction does not look at upper halves, so that what is left there need not be cleared.
 Several vectors go through the rounds side by side, since one alone would wait for its products; and there is one copy
 of them in a kernel, since unrolled rounds take a good part of what a processor keeps decoded.
 """
@@ -23,13 +24,13 @@ TOGETHER = 16
 MASK = 0xFFFFFFFF
 WEYL_0, WEYL_1 = philox.WEYL
 BUCKET, SEED_HIGH = 2 * philox.ROUNDS, 2 * philox.ROUNDS + 1
-SIZE = 22
+SIZE = 2 * philox.ROUNDS + 2
 """Words of an expanded key: two for every round, the bucket, the high word of the seed."""
 
 
 @device
 def expand_key(keys: Any, key: Any) -> None:
-    """The keys of the rounds and the constant words of the counter: uint64 [22]."""
+    """The keys of the rounds and the constant words of the counter: uint64 [SIZE]."""
     for i in range(philox.ROUNDS):
         keys[2 * i] = np.uint64((np.int64(key.seed_low) + i * WEYL_0) & MASK)
         keys[2 * i + 1] = np.uint64((np.int64(key.step) + i * WEYL_1) & MASK)
@@ -62,14 +63,14 @@ def lane_words(_typing: Any, words: Any, lane: Any, super_group: Any, domain: An
             return builder.load(pointer_to(context, builder, signature.args[4], keys, I64(i)))
 
         first = builder.add(builder.mul(super_group, I64(LANES)), lane)
-        c0 = (Vector.of(builder, I64, range(TOGETHER)) + first) & MASK
+        c0 = Vector.of(builder, I64, range(TOGETHER)) + first
         c1, c2, c3 = (Vector.equal(builder, word, TOGETHER) for word in (key(BUCKET), domain, key(SEED_HIGH)))
         for i in range(philox.ROUNDS):
-            product_0, product_1 = c0 * philox.MULTIPLIERS[0], c2 * philox.MULTIPLIERS[1]
-            c0, c1 = product_1 >> 32 ^ (c1 ^ key(2 * i)), product_1 & MASK
-            c2, c3 = product_0 >> 32 ^ (c3 ^ key(2 * i + 1)), product_0 & MASK
+            product_0, product_1 = (c0 & MASK) * philox.MULTIPLIERS[0], (c2 & MASK) * philox.MULTIPLIERS[1]
+            c0, c1 = product_1 >> 32 ^ (c1 ^ key(2 * i)), product_1
+            c2, c3 = product_0 >> 32 ^ (c3 ^ key(2 * i + 1)), product_0
         order = (i for t in range(TOGETHER) for i in (t, TOGETHER + t))
-        pairs = (c0 | c1 << 32).shuffle(c2 | c3 << 32, order)
+        pairs = (c0 & MASK | c1 << 32).shuffle(c2 & MASK | c3 << 32, order)
         pairs.store(pointer_to(context, builder, signature.args[0], words, builder.mul(lane, I64(2))))
         return context.get_dummy_value()
 

@@ -12,16 +12,16 @@ from dynamiq_core import DynamiQPlan
 from dynamiq_kernels.triton.gradients import lanes_within, load, store, tail_of
 from dynamiq_kernels.triton.hop import RANDOM
 from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of
-from dynamiq_kernels.triton.quantise import decode
+from dynamiq_kernels.triton.quantise import add_message, row_of
 
 
 @triton.jit(
     do_not_specialize=["slot", "numel", *RANDOM],
-    do_not_specialize_on_alignment=["index", "width", "offset", "scales_at", "nonzero", "message"],
+    do_not_specialize_on_alignment=["scales_at", "nonzero", "message"],
 )
 def accumulate_kernel(
     message, slot, total, numel,
-    index, width, offset, mean, scales_at, nonzero, table, ratios, bend, less_one, seed_low, seed_high, step, bucket,
+    rows, scales_at, nonzero, table, ratios, bend, less_one, seed_low, seed_high, step, bucket,
     TAIL: tl.constexpr, DITHERED: tl.constexpr, CORRELATED: tl.constexpr, LINEAR: tl.constexpr,
     FEWEST: tl.constexpr, SG: tl.constexpr,
 ):  # fmt: skip
@@ -33,12 +33,11 @@ def accumulate_kernel(
     for first in range(tl.program_id(0) * SG, number, tl.num_programs(0) * SG):
         place = first + tl.arange(0, SG)[:, None]
         k = tl.minimum(place, number - 1)
-        j, w = tl.load(index + k), tl.load(width + k)
-        at = tl.load(offset + k).to(tl.uint32, bitcast=True)
+        j, w, at, _ = row_of(rows, k)
         counter = (j * 32 + lane).to(tl.uint32, bitcast=True)
         within = lanes_within(counter, numel, TAIL)
         values = load(total, j, within, numel, TAIL)
-        values += decode(message, k, w, at, counter, slot, 1.0, chunk, random, DITHERED, LINEAR, False, FEWEST)
+        values, _ = add_message(values, message, k, w, at, counter, slot, 1.0, chunk, random, DITHERED, LINEAR, FEWEST)
         # Past the end nothing is written: the last super-group must be added once.
         store(total, values, j, within & (place < number), numel, TAIL)
 

@@ -1,4 +1,4 @@
-"""The end of an all-reduce: decompress, divide by the number of workers, add the mean, round to the dtype."""
+"""The end of an all-reduce: decompress, add one n-th to the mean, round to the dtype."""
 
 # Kernels are untyped: Triton reads annotations of its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -9,19 +9,19 @@ import triton.language as tl
 from torch import Tensor
 
 from dynamiq_core import DynamiQPlan
-from dynamiq_kernels.triton.gradients import lanes_within, store, tail_of
+from dynamiq_kernels.triton.gradients import lanes_within, store, tail_of, up_to_the_largest
 from dynamiq_kernels.triton.hop import RANDOM
 from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of
-from dynamiq_kernels.triton.quantise import decode
+from dynamiq_kernels.triton.quantise import add_message, row_of
 
 
 @triton.jit(
     do_not_specialize=["slot", "count", "numel", *RANDOM],
-    do_not_specialize_on_alignment=["index", "width", "offset", "scales_at", "nonzero", "message"],
+    do_not_specialize_on_alignment=["scales_at", "nonzero", "message"],
 )
 def finish_kernel(
-    message, slot, out, count, numel, workers,
-    index, width, offset, mean, scales_at, nonzero, table, ratios, bend, less_one, seed_low, seed_high, step, bucket,
+    message, slot, out, count, numel, share,
+    rows, scales_at, nonzero, table, ratios, bend, less_one, seed_low, seed_high, step, bucket,
     TAIL: tl.constexpr, DITHERED: tl.constexpr, CORRELATED: tl.constexpr, LINEAR: tl.constexpr,
     FEWEST: tl.constexpr, SG: tl.constexpr,
 ):  # fmt: skip
@@ -31,12 +31,13 @@ def finish_kernel(
     chunk = (table, ratios, bend, less_one, tl.load(scales_at), tl.load(nonzero))
     for first in range(tl.program_id(0) * SG, count, tl.num_programs(0) * SG):
         k = tl.minimum(first + tl.arange(0, SG)[:, None], count - 1)
-        j, w = tl.load(index + k), tl.load(width + k)
-        at = tl.load(offset + k).to(tl.uint32, bitcast=True)
+        j, w, at, mean = row_of(rows, k)
         counter = (j * 32 + lane).to(tl.uint32, bitcast=True)
         # Of width 0, too: no plane can be taken for granted.
-        values = decode(message, k, w, at, counter, slot, workers, chunk, random, DITHERED, LINEAR, True, 0)
-        values += tl.load(mean + j)[None]
+        values = tl.broadcast_to(mean[None], [8, SG, 32])
+        values, gap = add_message(values, message, k, w, at, counter, slot, share, chunk, random, DITHERED, LINEAR, 0)
+        if out.dtype.element_ty != tl.float32:
+            values = up_to_the_largest(values, gap, out.dtype.element_ty)
         store(out, values, j, lanes_within(counter, numel, TAIL), numel, TAIL)
 
 
@@ -48,5 +49,5 @@ def finish(message: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Te
     launch(
         finish_kernel, plan.lengths[chunk], out.device,
         message=message, slot=slot, out=out, count=plan.lengths[chunk], numel=plan.numel,
-        workers=float(plan.workers), **chunk_of(plan, chunk), TAIL=tail_of(plan.numel), **options_of(plan.config),
+        share=1 / plan.workers, **chunk_of(plan, chunk), TAIL=tail_of(plan.numel), **options_of(plan.config),
     )  # fmt: skip

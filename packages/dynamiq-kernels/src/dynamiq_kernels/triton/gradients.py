@@ -13,10 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dynamiq_kernels.triton.lanes import floating, unsigned
+from dynamiq_kernels.triton.lanes import NATIVE, floating, unsigned
 
-NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
-"""Whether conversions to bfloat16 are the device's: the interpreter's do not round to nearest."""
+_LARGEST_FLOAT16 = tl.constexpr(65504.0)
+_LARGEST_BFLOAT16 = tl.constexpr((2.0 - 2.0**-7) * 2.0**127)
 
 
 def tail_of(numel: int) -> int:
@@ -85,6 +85,17 @@ def store(pointer, values, super_group, within, numel, TAIL: tl.constexpr):
 
 
 @triton.jit
+def up_to_the_largest(values, gap, dtype: tl.constexpr):
+    """Float32 [8, SG, 32] that end at a narrow dtype's largest number, unless the gap between levels is infinite."""
+    if dtype == tl.bfloat16:
+        largest = tl.where(tl.abs(gap) < float("inf"), _LARGEST_BFLOAT16, float("inf"))
+    else:
+        largest = tl.where(tl.abs(gap) < float("inf"), _LARGEST_FLOAT16, float("inf"))
+    values = tl.maximum(values, -largest[None], propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(values, largest[None], propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def to_float32(x):
     """Exact; bfloat16 by its bits, as the interpreter does not convert subnormal ones."""
     if x.dtype == tl.bfloat16:
@@ -95,7 +106,7 @@ def to_float32(x):
 
 @triton.jit
 def from_float32(x, dtype: tl.constexpr):
-    """Rounded to nearest even."""
+    """Rounded to nearest even, which the interpreter does not do for bfloat16."""
     if dtype == tl.bfloat16 and not NATIVE:
         return round_to_bfloat16(x).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:

@@ -15,7 +15,7 @@ from dynamiq_core.scales import SUPER_BYTES, group_bytes
 from dynamiq_kernels.triton.gradients import coordinates_within, lanes_within, load, tail_of
 from dynamiq_kernels.triton.lanes import largest_bits
 from dynamiq_kernels.triton.launch import check, chunk_of, launch, options_of, stratum_of
-from dynamiq_kernels.triton.quantise import decode, encode
+from dynamiq_kernels.triton.quantise import add_message, encode, row_of
 
 _CLEARED = tl.constexpr(1024)
 
@@ -23,14 +23,14 @@ RANDOM = ["seed_low", "seed_high", "step", "bucket"]
 SCALARS = ["size", "numel", "slot", "start", "part", "workers", *RANDOM]
 """Arguments whose values kernels are not compiled for."""
 
-ADDRESSES = ["index", "width", "offset", "scales_at", "nonzero", "messages", "out"]
+ADDRESSES = ["scales_at", "nonzero", "messages", "out"]
 """Pointers whose alignment kernels are not compiled for."""
 
 
 @triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=ADDRESSES)
 def hop_kernel(
     x, messages, slots, out, size, slot, start, part, workers, numel,
-    index, width, offset, mean, scales_at, nonzero, table, ratios, bend, less_one, seed_low, seed_high, step, bucket,
+    rows, scales_at, nonzero, table, ratios, bend, less_one, seed_low, seed_high, step, bucket,
     RECEIVED: tl.constexpr, TAIL: tl.constexpr, DITHERED: tl.constexpr, CORRELATED: tl.constexpr,
     LINEAR: tl.constexpr, PER_SUPER_GROUP: tl.constexpr, FEWEST: tl.constexpr, SG: tl.constexpr,
 ):  # fmt: skip
@@ -45,14 +45,13 @@ def hop_kernel(
     for first in range(tl.program_id(0) * SG, number, tl.num_programs(0) * SG):
         # Past the end the last super-group is done once more, and the same bytes are written again.
         k = tl.minimum(first + tl.arange(0, SG)[:, None], number - 1)
-        j, w = tl.load(index + k), tl.load(width + k)
-        at = tl.load(offset + k).to(tl.uint32, bitcast=True)
+        j, w, at, mean = row_of(rows, k)
         counter = (j * 32 + lane).to(tl.uint32, bitcast=True)
         within = lanes_within(counter, numel, TAIL)
-        values = load(x, j, within, numel, TAIL) - tl.load(mean + j)[None]
+        values = load(x, j, within, numel, TAIL) - mean[None]
         for i in tl.static_range(RECEIVED):
-            values += decode(
-                messages[i], k, w, at, counter, slots[i] >> 5, 1.0, chunk, random, DITHERED, LINEAR, False, FEWEST
+            values, _ = add_message(
+                values, messages[i], k, w, at, counter, slots[i] >> 5, 1.0, chunk, random, DITHERED, LINEAR, FEWEST
             )
         if TAIL == 2:
             values = tl.where(coordinates_within(j, numel), values, 0.0)

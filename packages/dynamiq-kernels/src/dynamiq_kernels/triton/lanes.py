@@ -12,6 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Whether kernels run on a device: what Triton's interpreter rounds otherwise is done by other means there."""
+
 
 @triton.jit
 def split(x):
@@ -51,6 +54,23 @@ def of_the_group(x):
     SG: tl.constexpr = x.shape[0]
     largest = tl.max(tl.reshape(x, [SG, 16, 2]), axis=2)
     return tl.reshape(tl.broadcast_to(largest[:, :, None], [SG, 16, 2]), [SG, 32])
+
+
+@triton.jit
+def fma(x, y, z):
+    """``x * y + z`` of float32, rounded once."""
+    if NATIVE:
+        return tl.math.fma(x, y, z)
+    else:
+        # As in `dynamiq_core.fused`: the interpreter would round the product, too.
+        product, addend = x.to(tl.float64) * y.to(tl.float64), z.to(tl.float64)
+        total = product + addend
+        share = total - product
+        lost = (product - (total - share)) + (addend - share)
+        whole = total.to(tl.int64, bitcast=True)
+        inexact = (tl.abs(lost) < float("inf")) & (lost != 0) & ((whole & 1) == 0)
+        away = tl.where((lost > 0) == (total > 0), 1, -1)
+        return tl.where(inexact, whole + away, whole).to(tl.float64, bitcast=True).to(tl.float32)
 
 
 @triton.jit

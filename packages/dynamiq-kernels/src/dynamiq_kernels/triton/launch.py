@@ -19,7 +19,7 @@ from dynamiq_core import BackendError, CodecConfig, DynamiQPlan, InputError
 from dynamiq_core.config import MAX_WIDTH
 from dynamiq_core.levels import COLUMNS, level_table
 from dynamiq_core.rounding import RESOLUTION, stratum
-from dynamiq_core.scales import RATIOS
+from dynamiq_core.scales import INVERSE_RATIOS, RATIOS
 from dynamiq_kernels.triton.philox import signed
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -74,8 +74,8 @@ def width_table(bend: float, *, dithered: bool) -> Tensor:
 
 @lru_cache(maxsize=64)
 def tables(bend: float, dithered: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`width_table` and the ratios of group scales, on a device."""
-    ratios = torch.tensor((*RATIOS, 0.0), dtype=torch.float32)
+    """`width_table`, and the ratios of group scales with their reciprocals, 16 each, on a device."""
+    ratios = torch.tensor((*RATIOS, 0.0, *INVERSE_RATIOS), dtype=torch.float32)
     return width_table(bend, dithered=dithered).to(device), ratios.to(device)
 
 
@@ -85,10 +85,7 @@ def chunk_of(plan: DynamiQPlan, chunk: int) -> dict[str, Any]:
     table, ratios = tables(config.bend, config.rounding == "dithered", plan.mean.device)
     bend = float(level_table(config.bend)[1, COLUMNS.index("bend")])
     return {
-        "index": plan.index[chunk],
-        "width": plan.width[chunk],
-        "offset": plan.offset[chunk],
-        "mean": plan.mean,
+        "rows": plan.rows[chunk],
         "scales_at": plan.scales_at[chunk:],
         "nonzero": plan.nonzero[chunk:],
         "table": table,

@@ -1,4 +1,4 @@
-"""Philox 4x32-10 with explicit 32-bit counters, equal to `dynamiq_core.philox`, and the draws made of its words.
+"""Philox 4x32-7 with explicit 32-bit counters, equal to `dynamiq_core.philox`, and the draws made of its words.
 
 Shapes as in `lanes`.
 """

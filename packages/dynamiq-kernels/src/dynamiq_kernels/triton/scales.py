@@ -10,13 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dynamiq_core import scales
-from dynamiq_kernels.triton.lanes import bits, floating, of_the_group
+from dynamiq_core import levels, scales
+from dynamiq_kernels.triton.lanes import bits, floating, fma, of_the_group
 from dynamiq_kernels.triton.rounding import group_thresholds
 
 _INFINITY = tl.constexpr(0x7F800000)
-_LARGEST = tl.constexpr(0x7F7F0000)
+_TOO_LARGE = tl.constexpr((int(scales.TOO_LARGE.hex().split("p")[1]) + 127) << 23)
 _SMALLEST = tl.constexpr((int(scales.SMALLEST.hex().split("p")[1]) + 127) << 23)
+_MARGIN = tl.constexpr(levels.MARGIN)
 _STEPS = tl.constexpr(float(scales.STEPS))
 _MOST = tl.constexpr(scales.STEPS)
 _STEP = tl.constexpr(1.0 / scales.STEPS)
@@ -57,8 +58,8 @@ def encode_scales(maximum, super_group, slot, random, ratios, LINEAR: tl.constex
     """
     maximum = of_the_group(maximum)
     largest = tl.max(maximum, axis=1)[:, None]
-    finite = largest < _INFINITY
-    top = tl.where(finite, tl.minimum((largest + 0xFFFF) & -0x10000, _LARGEST), _INFINITY)
+    finite = largest < _TOO_LARGE
+    top = tl.where(finite, (largest + 0xFFFF) & -0x10000, _INFINITY)
     top = tl.where(largest < _SMALLEST, 0, top)
     present = finite & (maximum >= _SMALLEST)
     magnitude, scale = floating(maximum), floating(top)
@@ -68,7 +69,7 @@ def encode_scales(maximum, super_group, slot, random, ratios, LINEAR: tl.constex
         code = magnitude * tl.math.div_rn(_STEPS, tl.where(top > 0, scale, 1.0)) + u
         code = tl.minimum(code, _STEPS).to(tl.int32)
         code = tl.where(present, code, tl.where(finite, 0, _MOST))
-        divisor = magnitude
+        inverse = tl.where(present, tl.math.div_rn(_MARGIN, tl.where(present, magnitude, 1.0)), 0.0)
     else:
         # Whole octaves between scale and maximum, then how many of the three steps inside one fit as well: floats
         # are compared as integers, and a difference of less than zero has its sign bit set.
@@ -77,10 +78,21 @@ def encode_scales(maximum, super_group, slot, random, ratios, LINEAR: tl.constex
         code = octaves * 4 + 3 - below(scale * _QUARTER, lifted) - below(scale * _HALF, lifted)
         code = code - below(scale * _THREE_QUARTERS, lifted)
         code = tl.where(present, tl.minimum(tl.maximum(code, 0), _FINEST), _ZERO)
-        divisor = tl.maximum(scale * tl.load(ratios + code), magnitude)
+        inverse = reciprocal(tl.where(finite & (top > 0), scale, 1.0)) * tl.load(ratios + 16 + code)
         code = tl.where(finite, code, 0)
-    inverse = tl.where(present, tl.math.div_rn(1.0, tl.where(present, divisor, 1.0)), 0.0)
     return top, finite, code, inverse
+
+
+@triton.jit
+def reciprocal(scale):
+    """1 over a bfloat16, rounded to nearest like the quotient of the reference.
+
+    The quotient may be off by some units. One step of Newton's method leaves an error of 2**-44, and the reciprocal of
+    a number of eight bits comes no nearer to the middle between two floats than 2**-33, so that it is rounded as it
+    should.
+    """
+    quotient = 1.0 / scale
+    return fma(quotient, fma(-scale, quotient, tl.full([], 1.0, tl.float32)), quotient)
 
 
 @triton.jit

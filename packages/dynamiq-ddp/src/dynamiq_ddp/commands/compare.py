@@ -1,0 +1,137 @@
+"""Compare codecs on gradients: bits on the wire, error, bias, direction, and the time that a codec takes.
+
+Every codec runs in the real all-reduce, with as many ranks in one process as there are gradients.
+
+  Gradients of your own model, three lines in its script, after DistributedDataParallel(model):
+
+      from dynamiq_ddp.capture import capture
+      capture(model, "gradients", steps=[100])
+
+  and then
+
+      dynamiq-ddp compare gradients/step100-*.pt
+      dynamiq-ddp compare gradients/step100-*.pt --codecs mxfp8 dynamiq:4 dynamiq:5 --schedules ring butterfly
+
+  A file may hold all ranks at once, as a tensor [ranks, coordinates] or as one tensor for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynamiq_core import ConfigError
+from dynamiq_ddp.comparison import Row, compare
+from dynamiq_ddp.gradient_files import load_gradients
+from dynamiq_ddp.route import SCHEDULES
+
+from . import codecs, output
+
+YARDSTICK = "mxfp8"
+
+
+def register(commands: Any) -> argparse.ArgumentParser:
+    """Add the command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "compare", help="codecs side by side on gradients of your own", description=__doc__
+    )
+    parser.add_argument("files", nargs="+", type=Path, help=".pt or .safetensors: one tensor for each rank")
+    codecs.add_argument(parser, codecs.DEFAULT)
+    parser.add_argument(
+        "--schedules",
+        nargs="+",
+        default=["ring"],
+        metavar="SCHEDULE",
+        help=f"out of {', '.join(SCHEDULES)} (default: ring)",
+    )
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, metavar="N", help="only the first so many gradients (default: all)"
+    )
+    parser.add_argument("--limit", type=int, metavar="D", help="only the first so many coordinates (default: all)")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="with other random numbers; 2 or more to see a bias (default: 2)"
+    )
+    parser.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
+    parser.add_argument("--no-time", dest="timed", action="store_false", help="do not time the codecs")
+    output.add_arguments(parser)
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw error against bits")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print."""
+    output.check(options)
+    if options.plot is not None:
+        output.plotting()
+    device = torch.device(options.device)
+    gradients = load_gradients(options.files, limit=options.limit).to(device)
+    available, d = gradients.shape
+    numbers = options.ranks or [available]
+    for ranks in numbers:
+        if not 2 <= ranks <= available:
+            raise ConfigError(f"ranks cannot be {ranks}; allowed: 2 to {available}, for which there are gradients")
+    chosen = codecs.make_all(options.codecs, device)
+    rows = [
+        row
+        for ranks in numbers
+        for row in compare(
+            gradients[:ranks], chosen, schedules=options.schedules, repeats=options.repeats, timed=options.timed
+        )
+    ]
+    output.write(options, [row._asdict() for row in rows], facts={"coordinates": d, "repeats": options.repeats})
+    if not options.json:
+        show(rows, f"{d:,} coordinates, {options.repeats} repeats")
+    if options.plot is not None:
+        plot(rows, options.plot)
+
+
+def show(rows: Sequence[Row], title: str) -> None:
+    """Print the rows as a table."""
+    yardsticks = {(row.schedule, row.ranks): row.vnmse for row in rows if row.codec == YARDSTICK}
+    cells = []
+    for row in rows:
+        yardstick = yardsticks.get((row.schedule, row.ranks))
+        cells.append(
+            (
+                row.codec,
+                row.schedule,
+                str(row.ranks),
+                f"{row.bits:.3f}",
+                f"{row.vnmse:.3e}",
+                "" if row.bias is None else f"{row.bias:.1e}",
+                f"{row.cosine:.6f}",
+                "" if yardstick is None or not row.vnmse else f"{yardstick / row.vnmse:.2f}",
+                "" if row.nanoseconds is None else f"{row.nanoseconds:.1f}",
+            )
+        )
+    columns = ("codec", "schedule", "ranks", "bits", "vNMSE", "bias", "cosine", f"times below {YARDSTICK}", "ns/coord.")
+    note = "Timed on one thread: DynamiQ by its kernels, the other codecs by plain torch operations."
+    output.show(title, columns, cells, note=note if any(row.nanoseconds for row in rows) else None)
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draw vNMSE against bits on the wire, one panel for each schedule and number of ranks."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from dynamiq_ddp.demo.report import OURS, PLAIN, STYLE
+
+    panels = list(dict.fromkeys((row.schedule, row.ranks) for row in rows))
+    with rc_context(STYLE):
+        figure = Figure(figsize=(4.6 * len(panels), 4.4), layout="constrained")
+        for axes, panel in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
+            for row in (row for row in rows if (row.schedule, row.ranks) == panel):
+                ours = row.codec.startswith(("dynamiq", "paper"))
+                axes.scatter(row.bits, row.vnmse, color=OURS if ours else PLAIN, s=36, zorder=3)
+                axes.annotate(row.codec, (row.bits, row.vnmse), xytext=(5, 4), textcoords="offset points", fontsize=9)
+            axes.set(yscale="log", xlabel="bits on the wire per coordinate", ylabel="vNMSE")
+            axes.set_title(f"{panel[0]}, {panel[1]} ranks", loc="left")
+            axes.margins(x=0.2)
+            axes.label_outer()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=160)

@@ -1,0 +1,104 @@
+"""Reads one gradient per rank from ``.pt`` and ``.safetensors`` files.
+
+Shapes: n ranks, d coordinates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynamiq_core import InputError
+
+from .engine import DTYPES
+
+_SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_LENGTH = struct.Struct("<Q")
+
+
+def load_gradients(paths: Sequence[Path], *, limit: int | None = None) -> Tensor:
+    """One row per rank, out of one file with all of them or out of several.
+
+    A file holds a tensor [n, d], or several tensors of one size and of any shape: in a list, or under names. Names are
+    sorted, and numbers in them count as numbers.
+
+    Args:
+        paths: files, in the order of the ranks.
+        limit: read the first so many coordinates only.
+
+    Returns:
+        [n, d], float32 unless all tensors are bfloat16 or float16.
+
+    Raises:
+        InputError: a file cannot be read, or its tensors are not one gradient per rank.
+    """
+    if limit is not None and limit < 1:
+        raise InputError(f"limit must be 1 or more coordinates, not {limit}")
+    rows: list[Tensor] = []
+    for path in paths:
+        tensors = _load(path)
+        if len(paths) == 1 and len(tensors) == 1 and tensors[0].dim() == 2:
+            tensors = list(tensors[0])
+        rows += [tensor.detach().flatten() for tensor in tensors]
+    if len({row.numel() for row in rows}) != 1 or rows[0].numel() == 0:
+        sizes = ", ".join(f"{row.numel():,}" for row in rows[:9])
+        raise InputError(f"gradients must have the same number of coordinates on every rank, not {sizes}")
+    dtypes = {row.dtype for row in rows}
+    if not dtypes <= {*DTYPES, torch.float64}:
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise InputError(f"gradients cannot be {names}; allowed: float64, {', '.join(map(str, DTYPES))}")
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    return torch.stack([row[:limit] for row in rows]).to(torch.float32 if dtype == torch.float64 else dtype)
+
+
+def _load(path: Path) -> list[Tensor]:
+    try:
+        held = _load_safetensors(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu")
+    except InputError:
+        raise
+    except Exception as error:  # whatever an unpickler makes of bytes that are something else
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{path} cannot be read: {reason}") from error
+    if isinstance(held, Tensor):
+        return [held]
+    if isinstance(held, Mapping):
+        held = [held[name] for name in sorted(held, key=_natural)]
+    if not isinstance(held, (list, tuple)) or not held or not all(isinstance(entry, Tensor) for entry in held):
+        raise InputError(
+            f"{path} holds no tensors, but {type(held).__name__}; allowed: a tensor [n, d], or one per rank"
+        )
+    return list(held)
+
+
+def _load_safetensors(path: Path) -> dict[str, Tensor]:
+    """The format is a length, a header in JSON, and raw bytes; that takes no library."""
+    raw = bytearray(path.read_bytes())
+    try:
+        (length,) = _LENGTH.unpack_from(raw)
+        header = json.loads(raw[_LENGTH.size : _LENGTH.size + length])
+        header.pop("__metadata__", None)
+        start = _LENGTH.size + length
+        return {name: _view(raw, start, name, entry) for name, entry in header.items()}
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise InputError(f"{path} is no safetensors file of real gradients: {error}") from error
+
+
+def _view(raw: bytearray, start: int, name: str, entry: Mapping[str, Any]) -> Tensor:
+    if entry["dtype"] not in _SAFETENSORS:
+        raise ValueError(f"tensor {name!r} is {entry['dtype']}; allowed: {', '.join(_SAFETENSORS)}")
+    first, end = entry["data_offsets"]
+    # Copied, as a tensor need not start where its dtype could be read.
+    own = bytearray(raw[start + first : start + end])
+    return torch.frombuffer(own, dtype=_SAFETENSORS[entry["dtype"]]).view(entry["shape"])
+
+
+def _natural(name: object) -> list[tuple[int, str]]:
+    """``rank10`` after ``rank9``."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(name))]
