@@ -34,6 +34,14 @@ FOREIGN = {
 }
 """What must be absent from the environment of each layer's tests."""
 
+FRAMEWORKS = {
+    "torch": [],
+    "lightning": ["lightning"],
+    "accelerate": ["accelerate"],
+    "transformers": ["transformers", "accelerate"],
+}
+"""What is installed beside DynamiQ, to train with it there."""
+
 SOURCES = [f"packages/dynamiq-{layer}/src" for layer in LAYERS]
 MPI_RUNTIME = ["mpich; sys_platform != 'win32'"]
 RANKS = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "OMP_NUM_THREADS": "1"}
@@ -82,6 +90,14 @@ def tests(session: nox.Session, layer: str) -> None:
     if layer == "kernels" and session.run("python", "-c", ASK_FOR_GPU, silent=True, log=False) != "True\n":
         environment["TRITON_INTERPRET"] = "1"  # without a GPU, Triton's kernels run in its interpreter
     session.run("pytest", *(session.posargs or everything), env=environment)
+
+
+@nox.session
+@nox.parametrize("framework", list(FRAMEWORKS), ids=list(FRAMEWORKS))
+def frameworks(session: nox.Session, framework: str) -> None:
+    """Train with the hook inside a framework that people use; not part of the default run."""
+    install(session, "pytest", *FRAMEWORKS[framework], packages=[*BELOW_DDP, "packages/dynamiq-ddp[cpu]"])
+    session.run("pytest", "packages/dynamiq-ddp/tests-integration", "-k", framework, *session.posargs, env=RANKS)
 
 
 @nox.session

@@ -141,7 +141,16 @@ def main() -> None:
                 measured[change.full, ranks] = full.vnmse
             factor = row.vnmse / measured[change.full, ranks]
             time = "" if row.nanoseconds is None else f"{row.nanoseconds:.2f}"
-            cells.append((row.codec, f"{row.bits:.3f}", f"{row.vnmse:.3e}", f"{row.bias:.1e}", f"{factor:.2f}", time))
+            cells.append(
+                (
+                    row.codec,
+                    f"{row.bits:.3f}",
+                    f"{row.vnmse:.3e}",
+                    "" if row.bias is None else f"{row.bias:.1e}",
+                    f"{factor:.2f}",
+                    time,
+                )
+            )
             found.append({**row._asdict(), "factor": factor})
         title = f"{ranks} ranks, {options.schedule}, {gradients.shape[1]:,} coordinates"
         show(title, ("change", "bits", "vNMSE", "bias", "times full", "ns/coord."), cells)

@@ -19,6 +19,7 @@ KEYS = {
     "vnmse",
     "replicas_identical",
     "backend",
+    "codec_seconds_per_step",
     "seconds",
 }
 

@@ -37,6 +37,7 @@ def test_json_is_one_line_with_the_figures() -> None:
         "vnmse": 4.568e-4,
         "replicas_identical": False,
         "backend": "numba",
+        "codec_seconds_per_step": 0.06,
         "seconds": 181.3,
     }
 

@@ -1,7 +1,7 @@
 """How much memory an all-reduce takes beside the gradient itself, as torch's allocator counts it.
 
-The allocator reports what a thread allocates and frees to that thread's profiler. So rank 0 is this thread, and the other
-ranks are threads beside it.
+The allocator reports what a thread allocates and frees to that thread's profiler. So rank 0 is this thread, and the
+other ranks are threads beside it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def peak_of_an_all_reduce(codec: DynamiQ, schedule: str, dtype: torch.dtype) -> 
             pool.submit(all_reduce, xs[t.rank], transport=t, codec=codec, schedule=schedule)  # type: ignore[arg-type]
             for t in others
         ]
-        peak = peak_bytes(lambda: all_reduce(xs[0], transport=first, codec=codec, schedule=schedule))  # type: ignore[arg-type]
+        peak = peak_bytes(
+            lambda: all_reduce(xs[0], transport=first, codec=codec, schedule=schedule)  # type: ignore[arg-type]
+        )
         for future in done:
             future.result()
     assert torch.equal(xs[0], xs[1])

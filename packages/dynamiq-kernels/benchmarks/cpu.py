@@ -1,6 +1,7 @@
 """Time of the codec's operations on this CPU, as ratios to ``torch.add`` on as many coordinates in the same run.
 
-    python packages/dynamiq-kernels/benchmarks/cpu.py [--bits 5] [--exponent 24] [--rounds 9] [--backend auto] [--json]
+    python packages/dynamiq-kernels/benchmarks/cpu.py [--bits 5] [--exponent 24] [--rounds 9] [--backend auto]
+                                                      [--assembly] [--json]
 
 The yardstick ``torch.add(a, b, out=c)`` and an operation take turns, and each ratio is that of the medians, so that a
 machine whose speed drifts slows both. Both use the same number of threads.
@@ -10,9 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -59,6 +64,21 @@ def instruction_set() -> str:
     return f"{binding.get_host_cpu_name()} with {', '.join(name for name in vectors if features.get(name)) or 'none'}"
 
 
+def vector_instructions(kernel: Any) -> dict[str, int]:
+    """Instructions of a Numba kernel by the widest x86 register they touch, ``zmm`` having 512 bits.
+
+    It is compiled once more, as what comes from the disk has no assembly to look at.
+    """
+    from numba import njit
+
+    fresh: Any = njit(nogil=True, error_model="numpy")(kernel.py_func)
+    fresh.compile(kernel.nopython_signatures[0].args)
+    (assembly,) = fresh.inspect_asm().values()
+    instructions = re.findall(r"^\t[a-z].*$", assembly, re.MULTILINE)
+    widest = [next((kind for kind in ("zmm", "ymm", "xmm") if kind in line), "none") for line in instructions]
+    return dict(Counter(widest))
+
+
 def main() -> None:
     """Measure, print a table, and with ``--json`` the ratios as a last line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -67,6 +87,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--assembly", action="store_true", help="count the vector instructions of Numba's kernels")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
 
@@ -93,6 +114,10 @@ def main() -> None:
                 f"{name:<12} {threads:>7} {per_coordinate[0]:>14.2f} {per_coordinate[1]:>10.2f}"
                 f" {took / yardstick:>6.2f}x"
             )
+    if options.assembly and chosen.name == "numba":
+        for name in ("hop", "finish", "statistics"):
+            kernel = getattr(sys.modules[f"dynamiq_kernels.numba.{name}"], f"_{name}")
+            print(f"instructions of {name} by widest register: {vector_instructions(kernel)}")
     if options.json:
         print(json.dumps(ratios))
 

@@ -179,8 +179,9 @@ def test_no_spills_no_local_memory_and_registers_for_half_the_warps(reports, nam
     row = reports[name, target]
     assert row["spills"] == 0
     assert row["stack"] == 0
-    # 64 registers let 32 of an SM's 64 warps run at a time; 128 let four wavefronts run on a SIMD.
-    assert row["registers"] <= (128 if target == "gfx942" else 64)
+    # 64 registers let 32 of an SM's 64 warps run at a time; 128 let four wavefronts run on a SIMD. Two messages at a
+    # time have more loads under way instead. A limit of 64 would make the other kernels use as many, too.
+    assert row["registers"] <= (128 if target == "gfx942" else 72 if "2 messages" in name else 56)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -207,7 +208,7 @@ def test_instructions_per_super_group(reports):
     """What a warp issues for a super-group of width 5: an upper bound with little room, to notice when it grows."""
     hop = reports["hop fp32", "sm_90"]["per_super_group"]
     print(f"hop: {hop} instructions per super-group")
-    assert hop <= 460
+    assert hop <= 450
 
 
 def test_wavefronts_of_64_lanes_hold_two_super_groups(reports):

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from dynamiq_core import Codec, ConfigError
-from dynamiq_transport import Link
+from dynamiq_transport import Link, ScheduleFunction, butterfly, direct
 from dynamiq_transport.cost import SECONDS, ring_seconds
 
 from .frames import HEADER
-from .route import find_function
+from .route import SCHEDULES
 
 
 class Traffic(NamedTuple):
@@ -69,7 +69,7 @@ def traffic(codec: Codec[Any], statistics: Tensor | None, numel: int, *, schedul
     Raises:
         ConfigError: no such schedule.
     """
-    chunks = find_function(schedule)(0, ranks).chunks
+    chunks = flat_schedule(schedule)(0, ranks).chunks
     plan = codec.plan(statistics, numel, device=torch.device("cpu"), workers=ranks, chunks=chunks)
     small = 0
     if statistics is not None:
@@ -88,11 +88,9 @@ def project(sent: Traffic, *, schedule: str, ranks: int, link: Link, codec_secon
         codec_seconds: of one rank, for the whole gradient.
 
     Raises:
-        ConfigError: there is no model of the schedule.
+        ConfigError: no such schedule.
     """
-    function = find_function(schedule)
-    if function not in SECONDS:
-        raise ConfigError(f"schedule cannot be {schedule!r}; allowed: {', '.join(f.__name__ for f in SECONDS)}")
+    function = flat_schedule(schedule)
     statistics = SECONDS[_quick(ranks)](sent.statistics, ranks, link) if sent.statistics else 0.0
     return Projection(statistics, SECONDS[function](sent.gradient, ranks, link), codec_seconds)
 
@@ -118,6 +116,17 @@ def break_even(numel: int, *, ranks: int, bits: float, codec_seconds: float, sto
     return max(saved, 0.0) / codec_seconds if codec_seconds else float("inf")
 
 
-def _quick(ranks: int) -> Any:
+def flat_schedule(name: str) -> ScheduleFunction:
+    """A schedule of one level, of which there is a model.
+
+    Raises:
+        ConfigError: no such schedule.
+    """
+    if name not in SCHEDULES:
+        raise ConfigError(f"schedule cannot be {name!r}; allowed: {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def _quick(ranks: int) -> ScheduleFunction:
     """The schedule of the statistics, as `route.quick_route` chooses it."""
-    return find_function("butterfly" if ranks & (ranks - 1) == 0 else "direct")
+    return butterfly if ranks & (ranks - 1) == 0 else direct

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
+import torch._dynamo  # which DDP imports when it is made; here it is imported once for all ranks
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

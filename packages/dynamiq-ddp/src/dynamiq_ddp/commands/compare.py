@@ -46,7 +46,7 @@ def register(commands: Any) -> argparse.ArgumentParser:
         nargs="+",
         default=["ring"],
         metavar="SCHEDULE",
-        help=f"out of {', '.join(SCHEDULES)} (default: ring)",
+        help=f"out of {', '.join(SCHEDULES)}, hierarchical:NODE_SIZE (default: ring)",
     )
     parser.add_argument(
         "--ranks", nargs="+", type=int, metavar="N", help="only the first so many gradients (default: all)"

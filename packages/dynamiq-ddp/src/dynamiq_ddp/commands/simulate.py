@@ -29,10 +29,9 @@ from torch import Tensor
 from dynamiq_core import Codec, ConfigError, DynamiQ, DynamiQPlan
 from dynamiq_ddp.comparison import TIMED, codec_seconds
 from dynamiq_ddp.gradient_files import load_gradients
-from dynamiq_ddp.projection import project, stock_seconds, traffic
-from dynamiq_ddp.route import find_route
+from dynamiq_ddp.projection import flat_schedule, project, stock_seconds, traffic
 from dynamiq_ddp.simulate import simulate
-from dynamiq_transport import Link
+from dynamiq_transport import Link, gain
 
 from . import codecs, output
 
@@ -103,17 +102,17 @@ def run(options: argparse.Namespace) -> None:
 
 def errors(codec: Codec[Any], rows: Tensor, schedule: str) -> tuple[float, float | None]:
     """vNMSE over the rows [n, d] as measured in the engine, and as the codec expects it, if it says so."""
+    function = flat_schedule(schedule)
     measured = simulate(rows, codec=codec, schedule=schedule).vnmse
     if not isinstance(codec, DynamiQ):
         return measured, None
-    route = find_route(schedule, 0, len(rows))
     plan: DynamiQPlan = codec.plan(
         codec.merge_statistics([codec.statistics(row) for row in rows]),
         rows.shape[1],
         device=rows.device,
         workers=len(rows),
-        chunks=route.schedule.chunks,
-        gain=route.gain,
+        chunks=function(0, len(rows)).chunks,
+        gain=gain(function, len(rows)),
     )
     energy = float(rows.to(torch.float64).sum(dim=0).square().sum())
     return measured, float(plan.expected_error) / energy

@@ -85,6 +85,9 @@ class Report(NamedTuple):
                 "vnmse": float(f"{self.dynamiq.vnmse:.4g}"),
                 "replicas_identical": self.dynamiq.replicas_identical,
                 "backend": self.traffic.backend,
+                "codec_seconds_per_step": float(
+                    f"{self.traffic.codec_share * statistics.fmean(self.dynamiq.step_seconds):.3g}"
+                ),
                 "seconds": round(self.seconds, 1),
             }
         )

@@ -52,7 +52,7 @@ def add_message(
     distance = tl.math.fma(code, bend, distance)
     if DITHERED:
         distance = tl.math.fma(slot_draws(counter, slot, random), dither[None], distance)
-    scale = read_scale(message + scales_at, k, nonzero, ratios, LINEAR)
+    scale = read_scale(message + scales_at, k, nonzero, ratios, LINEAR, FEWEST)
     gap = scale * share * tl.load(row + 8)
     return fma(distance, gap[None], values), gap
 

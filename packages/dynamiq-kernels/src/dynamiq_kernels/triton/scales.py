@@ -35,9 +35,9 @@ def super_scale_pointer(section, k, nonzero, LINEAR: tl.constexpr):
 
 
 @triton.jit
-def read_scale(section, k, nonzero, ratios, LINEAR: tl.constexpr):
-    """The scale of every lane's group: float32 [SG, 32]; 0 where there is none."""
-    lane, present = tl.arange(0, 32)[None, :], k < nonzero
+def read_scale(section, k, nonzero, ratios, LINEAR: tl.constexpr, FEWEST: tl.constexpr):
+    """The scale of every lane's group: float32 [SG, 32]; 0 where there is none, as may be if FEWEST is 0."""
+    lane, present = tl.arange(0, 32)[None, :], (FEWEST > 0) | (k < nonzero)
     top = tl.load(super_scale_pointer(section, k, nonzero, LINEAR), mask=present, other=0)
     top = floating(top.to(tl.uint32) << 16)
     if LINEAR:

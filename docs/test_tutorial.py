@@ -1,0 +1,85 @@
+"""The tutorial's commands, run by two processes, print what the page shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent
+COMMAND = re.compile(r"```console\n\$ torchrun [^\n]* docs/tutorial/train\.py([^\n]*)\n(.*?)```", re.DOTALL)
+RANKS = 2
+SEPARATOR = "---- next command"
+
+ONE_AFTER_THE_OTHER = f"""
+import os, runpy, sys
+script, *commands = sys.argv[1:]
+for command in commands:
+    port, *arguments = command.split()
+    os.environ["MASTER_PORT"] = port
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+    if os.environ["RANK"] == "0":
+        print("{SEPARATOR}")
+"""
+"""What every rank does: all commands in one process, since to import torch takes longer than a run."""
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[tuple[list[str], list[str]]]:
+    """For every command of the page: the lines that it shows, and those that rank 0 prints."""
+    shown = COMMAND.findall((DOCS / "tutorial.md").read_text())
+    assert len(shown) == 4
+    commands = [f"{port} {arguments}" for port, (arguments, _) in zip(free_ports(len(shown)), shown, strict=True)]
+    launch = [sys.executable, "-c", ONE_AFTER_THE_OTHER, str(DOCS / "tutorial" / "train.py"), *commands]
+    environment = os.environ | {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(launch, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(RANKS)
+    ]
+    try:
+        printed = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * RANKS
+    assert printed[1] == ""
+    found = printed[0].split(SEPARATOR + "\n")
+    return [(lines.splitlines(), mine.splitlines()) for (_, lines), mine in zip(shown, found[:-1], strict=True)]
+
+
+def numbers(line: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d[\d.]*(?:e[+-]\d+)?", line)]
+
+
+def test_every_line_is_as_shown(runs: list[tuple[list[str], list[str]]]) -> None:
+    for shown, printed in runs:
+        assert len(shown) == len(printed)
+        for said, found in zip(shown, printed, strict=True):
+            if said.startswith("backend"):
+                assert found in ("backend: numba", "backend: reference")
+            elif said.startswith(("step", "vNMSE")):  # other CPUs add up in another order
+                tolerance = {"abs": 0.1} if said.startswith("step") else {"rel": 0.3}
+                assert numbers(found) == pytest.approx(numbers(said), **tolerance)
+            else:
+                assert found == said
+
+
+def test_compression_changes_the_loss_little(runs: list[tuple[list[str], list[str]]]) -> None:
+    plain, five, measured, three = (numbers(printed[3])[1] for _, printed in runs)
+    assert five == measured
+    assert five == pytest.approx(plain, abs=0.05)
+    assert three == pytest.approx(plain, abs=0.1)

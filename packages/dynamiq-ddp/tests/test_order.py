@@ -1,0 +1,106 @@
+"""What NCCL asks of its callers, which needs no GPU to be seen: whole batches, in one order, over buffers that stay."""
+
+import gc
+import weakref
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+
+from dynamiq_core.baselines import BF16
+from dynamiq_ddp import DynamiQState, all_reduce, dynamiq_hook
+from dynamiq_ddp.frames import HEADER
+from dynamiq_transport import Handle, TorchTransport, Transport, torch_distributed
+
+BATCHES = {"ring": 2 * 3, "butterfly": 2 * 2, "direct": 2, "hierarchical:2": 2 + 2}
+"""Of an all-reduce on four ranks without statistics."""
+
+
+class Watched(Transport):
+    """Another transport; keeps count of the batches, and of what is alive while they are in flight."""
+
+    def __init__(self, transport):
+        self.rank, self.size = transport.rank, transport.size
+        self.batches = []  # (kind, bucket, step) of the first frame, and the peers
+        self._transport = transport
+
+    def exchange(self, sends, recvs):
+        if all(tensor.numel() > HEADER for _, tensor in sends):
+            first = bytes(sends[0][1][:HEADER].tolist()) if sends else b""
+            self.batches.append((first[3:4] + first[8:16], len(sends), len(recvs)))
+        return Whole(self._transport.exchange(sends, recvs), [*sends, *recvs])
+
+    def close(self):
+        self._transport.close()
+
+
+class Whole(Handle):
+    """Holds buffers by weak references only: they have to be kept alive by whoever waits, or by the transport."""
+
+    def __init__(self, handle, messages):
+        self._handle, self._buffers = handle, [weakref.ref(tensor) for _, tensor in messages]
+
+    def wait(self):
+        gc.collect()
+        assert all(buffer() is not None for buffer in self._buffers)
+        self._handle.wait()
+
+
+@pytest.mark.parametrize("schedule", BATCHES)
+def test_every_step_is_one_batch_with_its_sends_and_receives(schedule, ranks):
+    def work(transport):
+        watched = Watched(transport)
+        all_reduce(torch.ones(400), transport=watched, codec=BF16(), schedule=schedule, check=False)
+        return [(sends, recvs) for _, sends, recvs in watched.batches]
+
+    for batches in ranks(4, work):
+        assert len(batches) == BATCHES[schedule]
+        assert all(sends == recvs >= 1 for sends, recvs in batches)
+
+
+def layers():
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    return model
+
+
+def train(group, schedule, steps=3, *, watch=None):
+    """Gradients after some backward passes over a bucket for every layer."""
+    transports = []
+
+    def make():
+        transports.append(Watched(TorchTransport.dedicated(group, timeout=60.0)))
+        return transports[-1]
+
+    ddp = nn.parallel.DistributedDataParallel(layers(), process_group=group, bucket_cap_mb=0.001)
+    state = DynamiQState(codec=BF16(), min_compress_numel=0, schedule=schedule, transport=make)
+    ddp.register_comm_hook(state, dynamiq_hook)
+    for _ in range(steps):
+        ddp.zero_grad()
+        ddp(torch.full((1, 16), group.rank() + 1.0)).sum().backward()
+    gradients = torch.cat([parameter.grad.flatten() for parameter in ddp.parameters()])
+    state.close()
+    return gradients, [transport.batches for transport in transports]
+
+
+@pytest.mark.parametrize("schedule", ["ring", "hierarchical:2"])
+def test_lanes_post_their_batches_in_one_order_on_all_ranks(schedule, ddp_ranks):
+    """For every lane the same buckets and steps in the same order, whatever the lanes do relative to each other."""
+    lanes = defaultdict(set)
+    for _, batches in ddp_ranks(4, lambda group: train(group, schedule)):
+        for lane, posted in enumerate(batches):
+            lanes[lane].add(tuple(posted))
+    assert sorted(lanes) == [0, 1]
+    for orders in lanes.values():
+        assert len(orders) == 1
+        assert len(next(iter(orders))) > 3 * BATCHES[schedule]
+
+
+def test_gradients_do_not_hang_on_tags(ddp_ranks, monkeypatch):
+    """NCCL has none: with equal ones, several buckets and messages are told apart by their order alone."""
+    expected = ddp_ranks(4, lambda group: train(group, "direct"))[0][0]
+    monkeypatch.setattr(torch_distributed, "_TAGS", 1)
+    for gradients, _ in ddp_ranks(4, lambda group: train(group, "direct")):
+        assert torch.equal(gradients, expected)
