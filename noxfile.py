@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
+from pathlib import Path
 
 import nox
 
@@ -41,6 +43,12 @@ FRAMEWORKS = {
     "transformers": ["transformers", "accelerate"],
 }
 """What is installed beside DynamiQ, to train with it there."""
+
+TORCH_VERSIONS = {"minimum": "2.6.0", "newest": "2.15.0"}
+"""The oldest torch that the packages allow, and the newest there is."""
+
+OF_TORCH = ("torch", "triton", "sympy")
+"""What a version of torch wants in versions of its own."""
 
 SOURCES = [f"packages/dynamiq-{layer}/src" for layer in LAYERS]
 MPI_RUNTIME = ["mpich; sys_platform != 'win32'"]
@@ -98,6 +106,50 @@ def frameworks(session: nox.Session, framework: str) -> None:
     """Train with the hook inside a framework that people use; not part of the default run."""
     install(session, "pytest", *FRAMEWORKS[framework], packages=[*BELOW_DDP, "packages/dynamiq-ddp[cpu]"])
     session.run("pytest", "packages/dynamiq-ddp/tests-integration", "-k", framework, *session.posargs, env=RANKS)
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build the four distributions, check them, and use each from its wheel where nothing else is installed."""
+    install(session, "build", "hatchling", "twine")
+    dist = Path(session.create_tmp(), "dist").resolve()
+    shutil.rmtree(dist, ignore_errors=True)
+    for layer in LAYERS:
+        folder = f"packages/dynamiq-{layer}"
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), folder, silent=True)
+    session.run("twine", "check", "--strict", *map(str, dist.iterdir()))
+    integration = Path("packages/dynamiq-ddp/tests-integration").resolve()
+    session.run("python", str(integration / "distributions.py"), str(dist))
+    for layer in LAYERS:
+        clean = dist.parent / layer
+        session.run("python", "-m", "venv", "--clear", str(clean))
+        python = str(clean / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python"))
+        (wheel,) = dist.glob(f"dynamiq_{layer}-*.whl")
+        pip = [python, "-m", "pip", "install", "-q", "--no-compile", "-c", "constraints.txt", "--find-links", str(dist)]
+        session.run(*pip, str(wheel), external=True)
+        path = os.pathsep.join([str(Path(python).parent), os.environ["PATH"]])
+        with session.chdir(dist.parent):
+            session.run(python, str(integration / "smoke" / f"{layer}.py"), env={**RANKS, "PATH": path}, external=True)
+
+
+@nox.session
+@nox.parametrize("which", list(TORCH_VERSIONS), ids=list(TORCH_VERSIONS))
+def torch_versions(session: nox.Session, which: str) -> None:
+    """The tests of all layers with the oldest or the newest torch that is supported; not part of the default run."""
+    # The pins of what belongs to a torch version make room for what that version asks for.
+    pins = Path("constraints.txt").read_text().splitlines()
+    loose = Path(session.create_tmp(), "constraints.txt").resolve()
+    loose.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in OF_TORCH) + "\n")
+    session.install("--no-compile", "-c", str(loose), "hatchling", "editables", f"torch=={TORCH_VERSIONS[which]}")
+    editable = [
+        argument
+        for name in (*BELOW_DDP[:2], "packages/dynamiq-transport[mpi]", "packages/dynamiq-ddp[cpu,plot]")
+        for argument in ("-e", name)
+    ]
+    tools = ["pytest", "hypothesis", *MPI_RUNTIME]
+    session.install("--no-compile", "-c", str(loose), "--no-build-isolation", *editable, *tools)
+    for layer in LAYERS:
+        session.run("pytest", f"packages/dynamiq-{layer}/tests", *session.posargs, env=RANKS)
 
 
 @nox.session

@@ -122,3 +122,10 @@ def test_more_workers_than_the_bits_can_count_are_refused(plan_of):
 def test_parameters_out_of_range_are_refused(bad):
     with pytest.raises(ConfigError, match=str(next(iter(bad)))):
         THC(**bad)
+
+
+def test_what_is_too_small_for_a_range_becomes_zero_and_nothing_larger_does(normal, ring):
+    rows = normal(9, 2, BLOCK)
+    assert not ring([*(rows * 1e-32)], THC()).mean.any()
+    exact = (rows.double() * 1e-29).mean(dim=0)
+    assert vnmse(ring([*(rows * 1e-29)], THC()).mean, exact) < 0.02

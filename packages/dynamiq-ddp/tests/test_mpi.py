@@ -72,7 +72,7 @@ def test_the_page_names_what_open_mpi_wants():
 
 
 def test_a_rank_that_stops_is_named_by_the_others():
-    timeout = 3.0
+    timeout = 2.0
     status, out, err = mpiexec(3, str(PROGRAM), str(timeout))
     assert status != 0  # MPI cannot be finalised any more
     found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 PROGRAM = Path(__file__).parent / "programs" / "peers.py"
 TIMEOUT = 3.0
-REPEATS = 10
+REPEATS = 6
 VICTIM = 1
 
 

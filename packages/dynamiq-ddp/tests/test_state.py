@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import pickle
+import re
 import weakref
 from dataclasses import asdict
 
@@ -91,7 +92,8 @@ def test_stats_count_what_was_sent(states):
         assert stats.all_reduces == 6
         assert stats.coordinates == 6 * d  # 2 (n - 1) / n = 1
         assert stats.bytes_sent == stats.bytes_agreement + stats.bytes_statistics + stats.bytes_gradient
-        assert stats.bytes_agreement == 2 * 16  # once for each bucket
+        # Once for each bucket beforehand; then for the first one in each step, in 8 bytes.
+        assert stats.bytes_agreement == 2 * 16 + 2 * 8
         assert stats.bits_per_coordinate == pytest.approx(8 * stats.bytes_sent / stats.coordinates)
         assert 4.9 < stats.bits_per_coordinate <= 5.0
         assert stats.backend == "reference"
@@ -189,18 +191,6 @@ def test_bits_can_change_between_steps(states):
         assert found == pytest.approx([5.0, 3.0, 8.0], rel=0.01)
 
 
-def test_bits_that_change_on_one_rank_only_are_an_error_on_all(states):
-    def work(state, rank):
-        step(state, [torch.ones(5000)])
-        if rank == 1:
-            state.bits = 4.0
-        with pytest.raises(RuntimeError, match=r"CommunicationError|ConfigMismatchError"):
-            step(state, [torch.ones(5000)])
-        return True
-
-    assert all(states(3, work, codec=None, backend="reference", timeout=2.0))
-
-
 def test_bits_are_those_of_the_codec():
     assert DynamiQState(bits=4.5).bits == 4.5
     assert DynamiQState(codec=DynamiQ(CodecConfig(bits=3.5))).bits == 3.5
@@ -215,13 +205,13 @@ def test_bits_are_those_of_the_codec():
 def test_layouts_that_differ_are_named(states):
     def work(state, rank):
         step(state, [torch.ones(100), torch.ones(50)])
-        with pytest.raises(
-            RuntimeError, match=r"ConfigMismatchError[\s\S]*number of elements: 60 on rank 0; 61 on rank 1"
-        ):
+        with pytest.raises(RuntimeError, match="ConfigMismatchError") as caught:
             step(state, [torch.ones(60 + rank), torch.ones(50)])
-        return True
+        return str(caught.value)
 
-    assert all(states(2, work))
+    for rank, text in enumerate(states(2, work)):
+        assert re.search(rf"bucket: .*number of elements: {60 + rank}, .* on rank {rank}", text)
+        assert re.search(rf"bucket: .*something else \(\w\w\) on rank {1 - rank}", text)
 
 
 def test_steps_that_differ_are_named(states):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def agree(transport: Transport, facts: Mapping[str, object], *, device: torch.de
     record = json.dumps(texts).encode()
     if not _equal_everywhere(transport, hashlib.blake2b(record, digest_size=DIGEST).digest(), device):
         records = gather_records(transport, record, RECORD, device=device)
-        raise _mismatch([json.loads(entry) for entry in records])
+        raise mismatch([json.loads(entry) for entry in records])
 
 
 def _equal_everywhere(transport: Transport, digest: bytes, device: torch.device) -> bool:
@@ -73,7 +73,8 @@ def _clip(text: str) -> str:
     return f"{text[: _LONGEST - 20]}... {hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
-def _mismatch(records: list[dict[str, str]]) -> ConfigMismatchError:
+def mismatch(records: Sequence[Mapping[str, str]]) -> ConfigMismatchError:
+    """The error that says who holds what, given what each rank holds."""
     names = list(dict.fromkeys(name for record in records for name in record))
     held = {name: tuple(record.get(name, "nothing") for record in records) for name in names}
     differences = {name: values for name, values in held.items() if len(set(values)) > 1}

@@ -11,7 +11,7 @@ from dynamiq_core import ConfigError
 from dynamiq_transport import TorchTransport, Transport, TransportError
 
 from .engine import compare_ranks
-from .errors import CommunicationError
+from .errors import CommunicationError, ConfigMismatchError
 from .lanes import Lanes
 from .meter import Meter
 from .probe import probe, remember
@@ -68,7 +68,8 @@ def connect(
         return lanes
     except BaseException as error:
         for transport in transports:
-            transport.abort()
+            # Of a disagreement every rank has heard, or is about to, from messages that must still arrive.
+            transport.close() if isinstance(error, ConfigMismatchError) else transport.abort()
         if isinstance(error, TransportError) and not isinstance(error, CommunicationError):
             raise CommunicationError(str(error), error.peers, step=step, bucket=0) from error
         if isinstance(error, (ValueError, TypeError)):

@@ -81,7 +81,7 @@ def all_reduce(
             raise ConfigError(f"codec cannot be {codec!r}; allowed: a dynamiq_core.Codec")
         if measures(schedule) and known_link(transport) is None:
             _probe(schedule, transport, device, meter, step=step, bucket=bucket, check=check)
-        route = route_of(schedule, transport, codec, tensor)
+        route = route_of(schedule, transport, codec, tensor.numel(), tensor.device)
         job = Job(transport, codec, route, step, bucket, meter)
     except (ConfigMismatchError, CommunicationError):
         raise  # of these, all ranks know
@@ -96,15 +96,17 @@ def all_reduce(
     return reduce_tensor(tensor, job)
 
 
-def route_of(schedule: ScheduleChoice, transport: Transport, codec: Codec[Any], tensor: Tensor) -> Route | NodeRoute:
-    """The route for one tensor; for ``"auto"`` by the numbers that are known of the transport.
+def route_of(
+    schedule: ScheduleChoice, transport: Transport, codec: Codec[Any], numel: int, device: torch.device
+) -> Route | NodeRoute:
+    """The route for one tensor [d]; for ``"auto"`` by the numbers that are known of the transport.
 
     Raises:
         ConfigError: no such schedule, or it does not fit the number of ranks.
     """
     if not measures(schedule):
         return find_route(schedule, transport.rank, transport.size)
-    nbytes = bytes_of(codec, tensor.numel(), tensor.device)
+    nbytes = bytes_of(codec, numel, device)
     return find_route(schedule, transport.rank, transport.size, link=known_link(transport), nbytes=nbytes)
 
 

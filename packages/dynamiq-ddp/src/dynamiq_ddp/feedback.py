@@ -43,6 +43,9 @@ class Residual:
 class Feedback:
     """The part of one all-reduce that compensates the last one, and learns for the next one.
 
+    Where the route has levels, all of it is about the part of the bucket that this rank encodes for its node: d is that
+    part's, the gradient is the node's mean, and inside the node nothing is lost.
+
     Args:
         residual: of the bucket; changed when the all-reduce has succeeded, and not before.
         scale: loss scale of the gradient.
@@ -85,10 +88,12 @@ class Feedback:
         """Keep what was learned, for the next step; nothing is read on the host.
 
         A mean that is not finite is not applied by anybody who scales the loss, and has the same bits on every rank.
-        Then all of them keep what they had before.
+        Then all of them keep what they had before. Another bucket of that step, whose mean was finite, has learned what
+        its encodings of a gradient lost that is not applied either: noise of one residual's size, once. To undo that
+        would take as much memory again.
 
         Args:
-            mean: as the ranks received it, [d].
+            mean: as the ranks received it, of the whole bucket.
         """
         if self._lost is None:  # nothing was encoded, as when there is a single node
             return
@@ -108,15 +113,22 @@ class Feedback:
         return values if self._residual.scale == self._scale else values * (self._scale / self._residual.scale)
 
 
-class _Layout(NamedTuple):
-    """What a residual fits: the parameters of a bucket in order, by what can be written down of them."""
+class Layout(NamedTuple):
+    """What a residual fits: the parameters of a bucket in order, by what can be written down of them.
+
+    Attributes:
+        dtype: of the gradients.
+        shapes: of the parameters.
+        part: first coordinate, and number of coordinates, that this rank encodes; all but where the route has levels.
+    """
 
     dtype: str
     shapes: Shapes
+    part: tuple[int, int]
 
 
 class _Entry(NamedTuple):
-    layout: _Layout
+    layout: Layout
     parameters: tuple[weakref.ref[Tensor], ...] | None  # None: from a checkpoint, and not used yet
     residual: Residual
 
@@ -130,21 +142,17 @@ class Residuals:
         self._ranks: tuple[int, int] | None = None  # rank and number of ranks they belong to
         self._resets: dict[int, int] = {}
 
-    def feedback(
-        self, bucket: int, dtype: torch.dtype, parameters: Sequence[Tensor], shapes: Shapes, *, rank: int, size: int
-    ) -> Feedback:
+    def feedback(self, bucket: int, layout: Layout, parameters: Sequence[Tensor], *, rank: int, size: int) -> Feedback:
         """The residual of a bucket, or a new one if the bucket is not the one that it was.
 
         Args:
             bucket: its index.
-            dtype: of its gradients.
+            layout: what it consists of.
             parameters: in the bucket's order; empty where they are not known.
-            shapes: of the parts of the bucket.
             rank: this rank.
             size: number of ranks.
         """
         self._belong_to(rank, size)
-        layout = _Layout(str(dtype), shapes)
         references = tuple(weakref.ref(parameter) for parameter in parameters)
         entry = self._entries.get(bucket)
         if entry is not None and entry.layout == layout and _are(entry.parameters, parameters):
@@ -178,6 +186,7 @@ class Residuals:
                 bucket: {
                     "dtype": entry.layout.dtype,
                     "shapes": [list(shape) for shape in entry.layout.shapes],
+                    "part": list(entry.layout.part),
                     "loss_scale": entry.residual.scale,
                     "values": entry.residual.values.clone(),
                 }
@@ -195,9 +204,9 @@ class Residuals:
         try:
             entries = {
                 int(bucket): _Entry(
-                    _Layout(str(saved["dtype"]), tuple(tuple(map(int, shape)) for shape in saved["shapes"])),
+                    layout := _layout(saved),
                     None,
-                    Residual(_values(saved["values"]), float(saved["loss_scale"])),
+                    Residual(_values(saved["values"], layout.part[1]), float(saved["loss_scale"])),
                 )
                 for bucket, saved in state["buckets"].items()
             }
@@ -219,7 +228,7 @@ class Residuals:
             self._entries.clear()
         self._ranks = rank, size
 
-    def _tell_of_a_reset(self, bucket: int, entry: _Entry, layout: _Layout) -> None:
+    def _tell_of_a_reset(self, bucket: int, entry: _Entry, layout: Layout) -> None:
         if entry.parameters is None:
             warnings.warn(
                 f"the residual of bucket {bucket} is dropped: it was saved for {_words(entry.layout)}, and the bucket "
@@ -246,13 +255,19 @@ def _are(references: tuple[weakref.ref[Tensor], ...] | None, parameters: Sequenc
     return all(reference() is parameter for reference, parameter in zip(references, parameters, strict=True))
 
 
-def _values(values: Tensor) -> Tensor:
-    if values.dtype != torch.float32 or values.dim() != 1:
-        raise ValueError(f"{values.dtype} of shape {tuple(values.shape)}")
+def _layout(saved: Mapping[str, Any]) -> Layout:
+    first, number = map(int, saved["part"])
+    return Layout(str(saved["dtype"]), tuple(tuple(map(int, shape)) for shape in saved["shapes"]), (first, number))
+
+
+def _values(values: Tensor, number: int) -> Tensor:
+    if values.dtype != torch.float32 or values.shape != (number,):
+        raise ValueError(f"{values.dtype} of shape {tuple(values.shape)} for {number} coordinates")
     return values.detach().clone()
 
 
-def _words(layout: _Layout) -> str:
+def _words(layout: Layout) -> str:
     shown = ", ".join("x".join(map(str, shape)) or "a scalar" for shape in layout.shapes[:4])
     rest = f" and {len(layout.shapes) - 4} more" if len(layout.shapes) > 4 else ""
-    return f"{shown}{rest} of {layout.dtype}"
+    first, number = layout.part
+    return f"{shown}{rest} of {layout.dtype}, of which this rank encodes {number} from {first} on"

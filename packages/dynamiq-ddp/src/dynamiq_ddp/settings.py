@@ -66,6 +66,11 @@ class Settings:
             raise ConfigError(f"bits cannot be set for a codec that was given: {self.codec!r}")
         return dataclasses.replace(self, config=self.config.replace(bits=bits))
 
+    def summary(self) -> str:
+        """Those that say when something happens, in words."""
+        names = ("min_compress_numel", "warmup_steps", "measure_every", "error_feedback")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
     def portable(self) -> Settings:
         """The same for another process: the name of a backend in place of its kernels."""
         if not isinstance(self.codec, DynamiQ):

@@ -23,12 +23,15 @@ from dynamiq_kernels import Backend
 from dynamiq_transport import DEFAULT_TIMEOUT, Transport
 
 from .backend import make_codec
+from .bucket import Comparison, Way, averaging, reporting
 from .connect import connect, default_group
-from .engine import DTYPES, Job, compare_ranks, describe, route_of
+from .engine import DTYPES, route_of
 from .exact import Exact
-from .feedback import Feedback, Residuals
+from .exempt import Exempt, Exemption, Ranges
+from .feedback import Feedback, Layout, Residuals
+from .gate import Gate
 from .lanes import Lane, Lanes, Pending, Work
-from .quality import reduce_and_measure, reduce_and_predict
+from .nodes import own_part
 from .route import NodeRoute, Route, ScheduleChoice, measures, quick_route
 from .settings import Settings
 from .stats import Stats, collect
@@ -64,6 +67,9 @@ class DynamiQState:
         error_feedback: whether every rank adds what its messages of a bucket lost to that bucket's next gradient, so
             that errors do not pile up over the steps. Keeps 4 bytes for each coordinate that is compressed; see
             `loss_scale` and `reset_residuals`.
+        exempt: parameters whose gradients are averaged without compression, in whatever buckets they are: a list, for
+            instance ``[p for name, p in model.named_parameters() if "norm" in name]``, or a function that says so of
+            a parameter, for instance ``lambda p: p.dim() <= 1``, which is asked once for each.
         transport: instead of ``process_group``: called at first use, once for each lane, to make the lane's transport.
 
     Raises:
@@ -85,6 +91,7 @@ class DynamiQState:
         timeout: float = DEFAULT_TIMEOUT,
         seed: int = 0,
         error_feedback: bool = False,
+        exempt: Exempt | None = None,
         transport: Callable[[], Transport] | None = None,
     ) -> None:
         if codec is not None and (bits, backend, seed) != (5.0, "auto", 0):
@@ -103,6 +110,7 @@ class DynamiQState:
             timeout=timeout,
             error_feedback=error_feedback,
         )
+        self._exemption = Exemption(exempt)
         self._start(process_group, transport, steps=0)
 
     def _start(
@@ -124,6 +132,13 @@ class DynamiQState:
         self._codec: Codec[Any] | None = None
         self._compared: dict[int, Mapping[str, object]] = {}  # what all ranks have agreed on, by bucket
         self._pending: list[Pending] = []
+        self._changes = 0  # of settings, counted so that one that is made on one rank alone is seen by all
+        self._gate: Gate | None = None  # of this step, once it has begun
+        self._hold()
+
+    def _hold(self) -> None:
+        """Settings hold for a whole step."""
+        self._held = (self._settings, self._exemption, self._changes)
 
     # ------------------------------------------------------------------ buckets
 
@@ -138,6 +153,8 @@ class DynamiQState:
         lanes = self._connect(tensor.device)
         if index == 0:
             self._steps += 1
+            self._gate = None
+            self._take_over_changes()
             self._watch()
         if lanes is None or tensor.numel() == 0:
             return _completed(tensor)
@@ -149,49 +166,73 @@ class DynamiQState:
     def _work(self, tensor: Tensor, lanes: Lanes, parameters: Sequence[Tensor], *, bucket: int) -> Work:
         """What a lane does for a bucket. It holds no reference to the state, which may be gone before."""
         step = max(self._steps - 1, 0)
+        known = self._compared.get(bucket)
+        first, gate = self._gate is None, self._gate or Gate(lanes)
+        self._gate = gate
         try:
-            codec, route = self._choose(tensor, lanes, step)
+            way = self._choose(tensor, lanes, parameters, step, bucket)
         except DynamiQError as error:
-            return _report(error, tensor.device, step=step, bucket=bucket)
-        every = self._settings.measure_every
-        measured = every > 0 and step % every == 0 and not isinstance(codec, Exact)
-        feedback = self._feedback(tensor, codec, lanes, parameters, bucket=bucket)
-        facts = describe(tensor, codec, route, step=step, bucket=bucket)
-        facts |= {"measured": measured, "error feedback": feedback is not None}
-        layout = {name: fact for name, fact in facts.items() if name != "step"}
-        compared = self._compared.get(bucket) == layout
+            comparison = _comparison(known, tensor, changed=True, first=first)
+            return reporting(
+                error, tensor.device, step=step, bucket=bucket, comparison=comparison, gate=gate, first=first
+            )
+        layout = {name: fact for name, fact in way.facts(tensor, step=step, bucket=bucket).items() if name != "step"}
         self._compared[bucket] = layout
+        comparison = _comparison(known, tensor, changed=known != layout, first=first)
+        return averaging(tensor, way, step=step, bucket=bucket, comparison=comparison, gate=gate, first=first)
 
-        def work(lane: Lane) -> Tensor:
-            if not compared:
-                compare_ranks(facts, lane.transport, tensor.device, lane.meter, step=step, bucket=bucket)
-            # A sparse gradient has other rows on every rank; the messages hold all of them.
-            dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
-            job = Job(lane.transport, codec, route, step, bucket, lane.meter, feedback=feedback)
-            (reduce_and_measure if measured else reduce_and_predict)(dense, job, lane.quality)
-            return dense if dense is tensor else dense.to_sparse(tensor.sparse_dim())
-
-        return work
-
-    def _choose(self, tensor: Tensor, lanes: Lanes, step: int) -> tuple[Codec[Any], Route | NodeRoute]:
+    def _choose(self, tensor: Tensor, lanes: Lanes, parameters: Sequence[Tensor], step: int, bucket: int) -> Way:
         """How a bucket is averaged: a function of what is the same on all ranks."""
-        settings = self._settings
-        if tensor.numel() < settings.min_compress_numel:
-            return Exact(tensor.dtype), quick_route(lanes.rank, lanes.size)
+        settings, exemption, changes = self._held
+        ranges = exemption.ranges(tensor.numel(), parameters)
         codec: Codec[Any] = Exact(tensor.dtype)
-        if tensor.dtype in DTYPES and step >= settings.warmup_steps:
+        compressible = tensor.dtype in DTYPES and step >= settings.warmup_steps
+        if compressible and ranges.compressed >= max(settings.min_compress_numel, 1):
             if self._codec is None:
                 self._codec = settings.codec or make_codec(settings.config, settings.backend, tensor.device)
             codec = self._codec
-        return codec, route_of(settings.schedule, lanes.lanes[0].transport, codec, tensor)
+        else:
+            ranges = Ranges((tensor.numel(),), (False,))
+        exact = isinstance(codec, Exact)
+
+        def route(codec: Codec[Any], numel: int) -> Route | NodeRoute:
+            if numel < settings.min_compress_numel:
+                return quick_route(lanes.rank, lanes.size)
+            return route_of(settings.schedule, lanes.lanes[0].transport, codec, numel, tensor.device)
+
+        chosen, every, others = route(codec, ranges.compressed), settings.measure_every, exemption.others(parameters)
+        return Way(
+            codec=codec,
+            route=chosen,
+            ranges=ranges,
+            exempt_route=route(Exact(tensor.dtype), tensor.numel() - ranges.compressed) if ranges.some else None,
+            measured=every > 0 and step % every == 0 and not exact,
+            feedback=None if exact else self._feedback(tensor, chosen, lanes, others, bucket=bucket),
+            settings=f"{settings.summary()}, changed {changes} times",
+        )
 
     def _feedback(
-        self, tensor: Tensor, codec: Codec[Any], lanes: Lanes, parameters: Sequence[Tensor], *, bucket: int
+        self, tensor: Tensor, route: Route | NodeRoute, lanes: Lanes, parameters: Sequence[Tensor], *, bucket: int
     ) -> Feedback | None:
-        if not self._settings.error_feedback or isinstance(codec, Exact):
+        if not self._settings.error_feedback:  # which never changes
             return None
-        shapes = tuple(tuple(parameter.shape) for parameter in parameters) or ((tensor.numel(),),)
-        return self._residuals.feedback(bucket, tensor.dtype, parameters, shapes, rank=lanes.rank, size=lanes.size)
+        numel = sum(parameter.numel() for parameter in parameters) or tensor.numel()
+        shapes = tuple(tuple(parameter.shape) for parameter in parameters) or ((numel,),)
+        part, _ = own_part(torch.empty(numel, device="meta"), route)
+        layout = Layout(str(tensor.dtype), shapes, (part.storage_offset(), part.numel()))
+        return self._residuals.feedback(bucket, layout, parameters, rank=lanes.rank, size=lanes.size)
+
+    def _take_over_changes(self) -> None:
+        settings, exemption, _ = self._held
+        if settings is not self._settings:
+            self._codec = None
+        if unseen := exemption.unseen():
+            shapes = ", ".join(str(tuple(parameter.shape)) for parameter in unseen[:4])
+            warnings.warn(
+                f"{len(unseen)} exempt parameters, of shapes {shapes}, were in no bucket; are they of this model?",
+                stacklevel=2,
+            )
+        self._hold()
 
     def _watch(self) -> None:
         """Have the end of this backward pass wait for the buckets, and raise what went wrong as it was raised.
@@ -255,15 +296,32 @@ class DynamiQState:
     def bits(self) -> float | None:
         """Budget per coordinate; None for a codec of another kind.
 
-        A new one holds from the next step on. Set it on all ranks between the same two steps: they compare it then, and
-        if a rank goes on with the old one, all of them raise, at the latest after the timeout.
+        A new one holds from the next step on. Set it on all ranks between the same two steps: if one of them goes on
+        with the old one, all of them raise `ConfigMismatchError` in that step. With CUDA tensors, where nobody looks
+        at messages on the host, they may only notice by the timeout.
         """
         return self._settings.bits
 
     @bits.setter
     def bits(self, bits: float) -> None:
-        self._settings = self._settings.with_bits(bits)
-        self._codec = None
+        settings = self._settings.with_bits(bits)
+        if settings != self._settings:
+            self._settings = settings
+            self._changes += 1
+
+    @property
+    def exempt(self) -> Exempt | None:
+        """Parameters that are averaged without compression, as they were given.
+
+        New ones hold from the next step on, as new `bits` do. Parameters belong to the process: with a state that was
+        copied or unpickled they have to be set again before it is used, and a function only if it cannot be pickled.
+        """
+        return self._exemption.given
+
+    @exempt.setter
+    def exempt(self, exempt: Exempt | None) -> None:
+        self._exemption = Exemption(exempt)
+        self._changes += 1
 
     @property
     def loss_scale(self) -> float:
@@ -346,20 +404,21 @@ class DynamiQState:
         else:
             self._residuals.reset()
         self._steps = state["steps"]
-        self._compared.clear()  # the ranks compare their steps, too
+        self._changes += 1  # so that the ranks compare their steps, too
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings, steps and residuals. Process groups and transports belong to the process."""
         dropped = [name for name in ("process_group", "transport") if getattr(self, f"_{name}") is not None]
         return {
             "settings": self._settings.portable(),
+            "exemption": self._exemption,
             "steps": self._steps,
             "dropped": dropped,
             "residuals": self._residuals.state_dict(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._settings = state["settings"]
+        self._settings, self._exemption = state["settings"], state["exemption"]
         self._start(None, None, steps=state["steps"])
         self._residuals.load_state_dict(state["residuals"])
         for name in state["dropped"]:
@@ -368,14 +427,16 @@ class DynamiQState:
             )
 
 
-def _report(problem: DynamiQError, device: torch.device, *, step: int, bucket: int) -> Work:
-    """Tell the other ranks, which would wait for this one, and then raise."""
+def _comparison(known: Mapping[str, object] | None, tensor: Tensor, *, changed: bool, first: bool) -> Comparison:
+    """When to compare a bucket of which something is known: if that has changed, and the first one in every step.
 
-    def work(lane: Lane) -> Tensor:
-        compare_ranks({"problem": problem}, lane.transport, device, lane.meter, step=step, bucket=bucket)
-        raise problem
-
-    return work
+    So a setting that is changed on one rank alone meets a comparison on all of them, in the next step.
+    """
+    if known is None:
+        return "before"
+    if tensor.is_cuda:  # where to compare makes the host wait
+        return "before" if changed else "none"
+    return "beside" if changed or first else "none"
 
 
 def _completed(tensor: Tensor) -> Future[Tensor]:

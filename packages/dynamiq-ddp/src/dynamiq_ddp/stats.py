@@ -15,7 +15,7 @@ class Stats:
 
     Attributes:
         steps: backward passes with communication.
-        all_reduces: buckets, over all steps.
+        all_reduces: over all steps; one for each bucket, and one more where some of its parameters are exempt.
         bytes_sent: everything handed to the transport.
         bytes_agreement: thereof to compare what the ranks are about to do.
         bytes_probe: thereof to measure the network, for schedules that are chosen by it.

@@ -1,0 +1,119 @@
+"""A comparison that costs no time: ranks send tokens of what they are about to do along with their first messages.
+
+`agreement.agree` makes sure before anything is sent, and so it takes rounds of messages of its own. Once the ranks have
+agreed, they repeat the comparison in every step, since a setting may have been changed on one of them alone. Each rank
+sends every other one a token of fixed size, and posts its first messages at the same time. It waits for the tokens
+first: where they differ, the messages behind them may be of sizes that nobody expects, and would only be missed after
+the timeout. As every rank sees the tokens of all, every rank raises.
+
+On CUDA the host does not look at messages, so this is for ranks whose messages are on CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from dynamiq_transport import Handle, Message, Transport
+
+from .agreement import mismatch
+from .errors import ConfigMismatchError
+
+_WHOLE = 4
+"""Bytes of a token that are of all facts together, and decide. One byte for each fact follows, to say what differs."""
+
+
+class ComparingTransport(Transport):
+    """Another transport, over which the ranks compare facts during the first exchange.
+
+    Args:
+        transport: to all ranks, each of which does the same; its messages are on CPU.
+        facts: what has to be equal, by names that are the same on all ranks.
+        count: is told how many bytes the comparison sends.
+        agreed: called when it has found no difference.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        facts: Mapping[str, object],
+        count: Callable[[int], None],
+        agreed: Callable[[], None],
+    ) -> None:
+        self.rank = transport.rank
+        self.size = transport.size
+        self._count = count
+        self._agreed = agreed
+        self._transport = transport
+        self._facts: Mapping[str, str] | None = {name: str(fact) for name, fact in facts.items()}
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Handle:
+        if self._facts is None:
+            return self._transport.exchange(sends, recvs)
+        comparison = self.compare()
+        return _Both(comparison, self._transport.exchange(sends, recvs))
+
+    def compare(self) -> Handle:
+        """Post the tokens alone; whoever waits for the handle gets the error."""
+        facts, self._facts = self._facts, None
+        assert facts is not None
+        texts = list(facts.values())
+        mine = _digest(repr(texts), _WHOLE) + b"".join(_digest(text, 1) for text in texts)
+        tokens = torch.empty(self.size, len(mine), dtype=torch.uint8)
+        tokens[self.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        handle = self._transport.exchange(
+            [(peer, tokens[self.rank]) for peer in peers], [(peer, tokens[peer]) for peer in peers]
+        )
+        self._count(len(peers) * len(mine))
+        return _Comparison(handle, tokens, self.rank, facts, self._agreed)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+class _Comparison(Handle):
+    """Tokens on their way: uint8 [n, bytes], of which this rank's row is there already."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        tokens: torch.Tensor,
+        rank: int,
+        facts: Mapping[str, str],
+        agreed: Callable[[], None],
+    ) -> None:
+        self._handle, self._tokens, self._rank, self._facts, self._agreed = handle, tokens, rank, facts, agreed
+
+    def wait(self) -> None:
+        self._handle.wait()
+        if not torch.equal(self._tokens, self._tokens[self._rank].expand_as(self._tokens)):
+            raise self._mismatch()
+        self._agreed()
+
+    def _mismatch(self) -> ConfigMismatchError:
+        records: list[dict[str, str]] = [{} for _ in self._tokens]
+        columns = self._tokens.T[_WHOLE:].tolist()
+        if all(len(set(column)) == 1 for column in columns):  # by chance: one in 256 for each fact that differs
+            columns = [self._tokens[:, :_WHOLE].contiguous().view(torch.int32).flatten().tolist()] * len(columns)
+        for column, (name, text) in zip(columns, self._facts.items(), strict=True):
+            for record, byte in zip(records, column, strict=True):
+                record[name] = text if byte == column[self._rank] else f"something else ({byte & 0xFF:02x})"
+        return mismatch(records)
+
+
+class _Both(Handle):
+    """Tokens, and the messages that were posted behind them."""
+
+    def __init__(self, comparison: Handle, messages: Handle) -> None:
+        self._comparison, self._messages = comparison, messages
+
+    def wait(self) -> None:
+        self._comparison.wait()
+        self._messages.wait()
+
+
+def _digest(text: str, size: int) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=size).digest()

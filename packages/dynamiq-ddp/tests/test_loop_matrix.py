@@ -1,0 +1,235 @@
+"""Ways to write a training loop, each over two schedules and two numbers of ranks: gradients against stock DDP's.
+
+`test_loops.py` looks at single features with values that arrive exactly. Here real messages are compressed, and what
+comes out is within what the codec says, and the same on all ranks.
+"""
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamiq_ddp import DynamiQState, dynamiq_hook
+
+WIDTH = 40
+STEPS = 3
+
+
+class Run(NamedTuple):
+    """One rank of a run, with the hook or without."""
+
+    group: dist.ProcessGroup
+    settings: dict | None
+    states: list
+
+    @property
+    def rank(self):
+        return self.group.rank()
+
+    def wrap(self, model, **options):
+        ddp = DistributedDataParallel(model, process_group=self.group, **{"bucket_cap_mb": 0.008, **options})
+        if self.settings is not None:
+            self.states.append(DynamiQState(process_group=self.group, min_compress_numel=0, **self.settings))
+            ddp.register_comm_hook(self.states[-1], dynamiq_hook)
+        return ddp
+
+    def x(self, step, width=WIDTH):
+        generator = torch.Generator().manual_seed(100 * step + self.rank)
+        return torch.randn(6, width, generator=generator)
+
+
+def fill(model):
+    """Parameters that do not depend on the global generator, which the ranks' threads share."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            values = torch.randn(parameter.shape, generator=generator) / WIDTH**0.5
+            parameter.copy_(values.to(parameter.dtype))
+    return model
+
+
+def network():
+    return fill(nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]))
+
+
+def gradients(module):
+    return [None if p.grad is None else p.grad.detach().to_dense().clone() for p in module.parameters()]
+
+
+def passes(run, ddp, *, loss=lambda y: y.square().sum(), steps=STEPS, **zero):
+    seen = []
+    for step in range(steps):
+        ddp.zero_grad(**zero)
+        loss(ddp(run.x(step))).backward()
+        seen += gradients(ddp)
+    return seen
+
+
+def plain_and_rebuilt(run):
+    return passes(run, run.wrap(network()))
+
+
+def bucket_views(run):
+    return passes(run, run.wrap(network(), gradient_as_bucket_view=True), set_to_none=False)
+
+
+def static_graph(run):
+    return passes(run, run.wrap(network(), static_graph=True))
+
+
+def accumulation(run):
+    ddp, seen = run.wrap(network()), []
+    for step in range(STEPS):
+        ddp.zero_grad()
+        for part in range(3):
+            with nullcontext() if part == 2 else ddp.no_sync():
+                ddp(run.x(10 * step + part)).square().sum().backward()
+        seen += gradients(ddp)
+    return seen
+
+
+class Branching(nn.Module):
+    """Of three branches, the first is used everywhere, the second on rank 0 only, and the third nowhere."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank, self.branches = rank, nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        return self.branches[0](x) + (self.branches[1](x) if self.rank == 0 else 0)
+
+
+def unused_parameters(run):
+    seen = passes(run, run.wrap(fill(Branching(run.rank)), find_unused_parameters=True), set_to_none=True)
+    assert [gradient is None for gradient in seen] == [False, False, False, False, True, True] * STEPS
+    return seen
+
+
+def optimiser_and_clipping(run):
+    """Momentum and the clipped norm are made of the gradients, and end in the parameters."""
+    ddp = run.wrap(network())
+    before = [p.detach().clone() for p in ddp.parameters()]
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(run.x(step)).square().sum().backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 5.0)
+        optimizer.step()
+    return [p.detach() - first for p, first in zip(ddp.parameters(), before, strict=True)]
+
+
+def scaled_loss_with_an_overflow(run):
+    ddp = run.wrap(network())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    seen = []
+    for step in range(STEPS + 1):
+        optimizer.zero_grad()
+        x = run.x(step)
+        if step == 1 and run.rank == 1:
+            x[0, 0] = torch.inf
+        scaler.scale(ddp(x).square().sum()).backward()
+        scaler.unscale_(optimizer)
+        if step != 1:
+            seen += gradients(ddp)
+        scaler.step(optimizer)
+        scaler.update()
+        if run.settings is not None:
+            run.states[0].loss_scale = scaler.get_scale()
+    assert scaler.get_scale() == 512.0
+    return seen
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes, one of them complex, one empty and one frozen, and a sparse embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.single, self.brain = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.double = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.complex = nn.Parameter(torch.zeros(WIDTH, dtype=torch.complex64))
+        self.empty, self.frozen = nn.Parameter(torch.empty(0, 4)), nn.Parameter(torch.ones(5), requires_grad=False)
+        self.sparse = nn.Embedding(30, WIDTH, sparse=True)
+
+    def forward(self, x):
+        x = self.single(x) + self.brain(x.bfloat16()).float() + self.double(x.double()).float()
+        rows = self.sparse(torch.arange(x.shape[0]) + int(x[0, 0] > 0))
+        return x * torch.view_as_real(self.complex).sum(dim=1) + self.empty.sum() + self.frozen.sum() + rows
+
+
+def mixed_parameters(run):
+    return passes(run, run.wrap(fill(Mixed()), bucket_cap_mb=25))
+
+
+def several_models(run):
+    models = [run.wrap(network()) for _ in range(2)]
+    seen = []
+    for step in range(STEPS):
+        for model in models:
+            model.zero_grad()
+        models[1](models[0](run.x(step))).square().sum().backward()
+        seen += [gradient for model in models for gradient in gradients(model)]
+    return seen
+
+
+def an_error_and_another_pass(run):
+    model = network()
+    ddp = run.wrap(model)
+    passes(run, ddp, steps=2)
+    x = run.x(0).requires_grad_()
+    x.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ddp(x).square().sum().backward()
+    again = run.wrap(model)  # DDP itself cannot go on after an error
+    return passes(run, again)
+
+
+LOOPS = [
+    plain_and_rebuilt,
+    bucket_views,
+    static_graph,
+    accumulation,
+    unused_parameters,
+    optimiser_and_clipping,
+    scaled_loss_with_an_overflow,
+    mixed_parameters,
+    several_models,
+    an_error_and_another_pass,
+]
+
+
+@pytest.mark.parametrize("schedule", ["ring", "butterfly"])
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_gradients_are_those_of_stock_ddp_within_the_bound(loop, n, schedule, ddp_ranks):
+    expected = ddp_ranks(n, lambda group: loop(Run(group, None, [])))[0]
+    for feedback in (False, True):
+
+        def work(group, feedback=feedback):
+            run = Run(group, {"bits": 8.0, "schedule": schedule, "error_feedback": feedback}, [])
+            found = loop(run)
+            return found, [state.stats() for state in run.states]
+
+        results = ddp_ranks(n, work)
+        found, stats = results[0]
+        for other, _ in results:
+            pairs = zip(found, other, strict=True)
+            assert all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in pairs)
+        # The prediction takes gradients of different ranks as uncorrelated; at worst they are equal, and sums n times
+        # as large. With error feedback, the last step's errors come on top.
+        predicted = max(each.predicted_vnmse for each in stats)
+        bound = (4 if feedback else 2) * (n * predicted) ** 0.5
+        assert 0 < bound < 0.5
+        error = energy = 0.0
+        for a, b in zip(found, expected, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert a.dtype == b.dtype
+                wide = torch.complex128 if a.is_complex() else torch.float64
+                error += float((a.to(wide) - b.to(wide)).abs().square().sum())
+                energy += float(b.to(wide).abs().square().sum())
+        assert 0 < error**0.5 <= bound * energy**0.5
