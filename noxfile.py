@@ -50,8 +50,8 @@ TORCH_VERSIONS = {"minimum": "2.9.0", "newest": "2.14.1"}
 OF_TORCH = ("torch", "triton", "sympy")
 """What a version of torch wants in versions of its own."""
 
-ALONE = ("core", "kernels")
-"""Layers whose tests know no other rank and no time-outs, and so may run side by side."""
+SIDE_BY_SIDE = ("kernels",)
+"""Layers whose tests run in several processes: they know no time-outs, and are long enough to gain by it."""
 
 SOURCES = [f"packages/dynamiq-{layer}/src" for layer in LAYERS]
 MPI_RUNTIME = ["mpich; sys_platform != 'win32'"]
@@ -96,7 +96,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, layer: str) -> None:
     """Tests and doctests of one layer, without the layers beside and above. Posargs replace pytest's arguments."""
     runtime = MPI_RUNTIME if any("mpi" in package for package in LAYERS[layer]) else []
-    workers = ["-n", str(min(4, os.cpu_count() or 1))] if layer in ALONE else []
+    workers = ["-n", str(min(4, os.cpu_count() or 1))] if layer in SIDE_BY_SIDE else []
     runner = ["pytest-xdist"] if workers else []
     install(session, "pytest", "hypothesis", *runner, *runtime, packages=LAYERS[layer])
     session.run("python", "-c", ASSERT_ABSENT, *FOREIGN[layer], log=False)
