@@ -44,11 +44,14 @@ FRAMEWORKS = {
 }
 """What is installed beside DynamiQ, to train with it there."""
 
-TORCH_VERSIONS = {"minimum": "2.6.0", "newest": "2.15.0"}
-"""The oldest torch that the packages allow, and the newest there is."""
+TORCH_VERSIONS = {"minimum": "2.9.0", "newest": "2.14.1"}
+"""The oldest torch that the packages allow, and the newest that they have been tried with."""
 
 OF_TORCH = ("torch", "triton", "sympy")
 """What a version of torch wants in versions of its own."""
+
+SIDE_BY_SIDE = ("kernels",)
+"""Layers whose tests run in several processes: they know no time-outs, and are long enough to gain by it."""
 
 SOURCES = [f"packages/dynamiq-{layer}/src" for layer in LAYERS]
 MPI_RUNTIME = ["mpich; sys_platform != 'win32'"]
@@ -64,6 +67,9 @@ brought_by_torch = " ".join(requires("torch") or ())  # its CUDA builds depend o
 present = [name for name in sys.argv[1:] if name not in brought_by_torch and find_spec(name)]
 sys.exit(f"installed, but belongs to another layer: {', '.join(present)}" if present else 0)
 """
+
+COMPILE = "from dynamiq_kernels import operations, warmup; warmup(operations())"
+"""Compiled code is kept on disk: once for all processes, instead of in every one of them at the same time."""
 
 ASK_FOR_GPU = "import torch; print(torch.cuda.is_available())"
 
@@ -90,13 +96,17 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session, layer: str) -> None:
     """Tests and doctests of one layer, without the layers beside and above. Posargs replace pytest's arguments."""
     runtime = MPI_RUNTIME if any("mpi" in package for package in LAYERS[layer]) else []
-    install(session, "pytest", "hypothesis", *runtime, packages=LAYERS[layer])
+    workers = ["-n", str(min(4, os.cpu_count() or 1))] if layer in SIDE_BY_SIDE else []
+    runner = ["pytest-xdist"] if workers else []
+    install(session, "pytest", "hypothesis", *runner, *runtime, packages=LAYERS[layer])
     session.run("python", "-c", ASSERT_ABSENT, *FOREIGN[layer], log=False)
     package = f"packages/dynamiq-{layer}"
-    everything = ["--doctest-modules", f"{package}/src", f"{package}/tests"]
+    everything = [*workers, "--doctest-modules", f"{package}/src", f"{package}/tests"]
     environment = dict(RANKS)
     if layer == "kernels" and session.run("python", "-c", ASK_FOR_GPU, silent=True, log=False) != "True\n":
         environment["TRITON_INTERPRET"] = "1"  # without a GPU, Triton's kernels run in its interpreter
+    if layer == "kernels":
+        session.run("python", "-c", COMPILE, env=RANKS, log=False)
     session.run("pytest", *(session.posargs or everything), env=environment)
 
 
@@ -178,8 +188,7 @@ def demo(session: nox.Session) -> None:
     parser.add_argument("--ranks", type=int, default=4)
     options, rest = parser.parse_known_args(session.posargs)
     install(session, packages=[*BELOW_DDP, "packages/dynamiq-ddp[cpu,plot]"])
-    # Compiled code is kept on disk: once for all ranks, instead of in every one of them at the same time.
-    session.run("python", "-c", "from dynamiq_kernels import operations, warmup; warmup(operations())")
+    session.run("python", "-c", COMPILE, log=False)
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     session.run("python", *launch, f"--nproc-per-node={options.ranks}", "-m", "dynamiq_ddp.demo", *rest, env=RANKS)
 
