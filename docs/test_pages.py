@@ -29,7 +29,7 @@ PAGES = sorted(
     if "_build" not in path.parts
 )
 FENCE = re.compile(r"^( *)```python *\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-BEFORE = re.compile(r"<!-- (run first|not run):(.*?)-->\s*\Z", re.DOTALL)
+BEFORE = re.compile(r"<!-- (run first|not run):((?:(?!-->).)*)-->\s*\Z", re.DOTALL)
 ANY_PYTHON = re.compile(r"^ *```+ *(python|py|pycon)\b.*$", re.MULTILINE)
 
 
