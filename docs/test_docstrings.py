@@ -19,7 +19,7 @@ import dynamiq_kernels
 import dynamiq_transport
 
 PACKAGES = (dynamiq_core, dynamiq_core.baselines, dynamiq_kernels, dynamiq_transport, dynamiq_ddp)
-ELSEWHERE = re.compile(r"\b(?:as (?:in|for)|see) `", re.IGNORECASE)
+ELSEWHERE = re.compile(r"\b(?:as (?:in|for)|see|as|made by) `", re.IGNORECASE)
 """How a docstring says that another one describes the arguments or the errors."""
 
 
@@ -29,12 +29,14 @@ def callables(package: ModuleType) -> Iterator[tuple[str, Callable[..., Any], st
         value = getattr(package, name)
         if inspect.isclass(value):
             text = own_docstring(value)
-            if "__init__" in vars(value):
+            made_by_users = not issubclass(value, Exception) and not getattr(value, "_is_protocol", False)
+            written = getattr(vars(value).get("__init__"), "__code__", None)
+            if made_by_users and written is not None and written.co_filename != "<string>":
                 yield f"{name}()", vars(value)["__init__"], text
             for attribute, member in vars(value).items():
                 function = getattr(member, "__func__", member)
                 if inspect.isfunction(function) and not attribute.startswith("_"):
-                    yield f"{name}.{attribute}", function, inspect.getdoc(getattr(value, attribute)) or ""
+                    yield f"{name}.{attribute}", function, inspect.getdoc(getattr(value, attribute)) or text
         elif inspect.isfunction(value):
             yield name, value, inspect.getdoc(value) or ""
 

@@ -45,8 +45,8 @@ class DynamiQPlan:
     mean: Tensor
     """float32 [M], what every worker subtracts; 0 where it is not worth it, NaN where a gradient is not finite."""
     rows: Tensor
-    """int32 [C, K, 4], all that a kernel needs to know of a super-group in 16 bytes: index, width, offset, and the bits
-    of the mean."""
+    """int32 [C, K, 4], all that a kernel needs to know of a super-group in 16 bytes. These are index, width, offset, and
+    the bits of the mean."""
     scales_at: Tensor
     """int32 [C], byte at which the scale section starts."""
     nonzero: Tensor
