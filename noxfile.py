@@ -102,6 +102,8 @@ def tests(session: nox.Session, layer: str) -> None:
     session.run("python", "-c", ASSERT_ABSENT, *FOREIGN[layer], log=False)
     package = f"packages/dynamiq-{layer}"
     everything = [*workers, "--doctest-modules", f"{package}/src", f"{package}/tests"]
+    if layer == "ddp":
+        everything.append("docs")  # the blocks, the tutorial and the figures of the pages need all four packages
     environment = dict(RANKS)
     if layer == "kernels" and session.run("python", "-c", ASK_FOR_GPU, silent=True, log=False) != "True\n":
         environment["TRITON_INTERPRET"] = "1"  # without a GPU, Triton's kernels run in its interpreter

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from importlib import metadata
 from typing import TYPE_CHECKING
+
+import dynamiq_core
 
 if TYPE_CHECKING:
     from docutils.nodes import Element
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 project = "DynamiQ"
 copyright = "the DynamiQ authors"
-release = metadata.version("dynamiq-ddp")
+release = dynamiq_core.__version__  # all four packages have one version
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]

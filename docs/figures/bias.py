@@ -53,7 +53,10 @@ def measure(draws: int = 1 << 12) -> dict[str, dict[int, float]]:
 
 def table(left: dict[str, dict[int, float]]) -> list[tuple[str, ...]]:
     """Rows of the page's table: rounding, and what is left after every number of draws, in per cent."""
-    return [(rounding, *(f"{100 * share:#.3g}".rstrip(".") for share in shares.values())) for rounding, shares in left.items()]
+    return [
+        (rounding, *(f"{100 * share:#.3g}".rstrip(".") for share in shares.values()))
+        for rounding, shares in left.items()
+    ]
 
 
 def draw(left: dict[str, dict[int, float]], path: Path) -> None:

@@ -65,20 +65,20 @@ def table(errors: dict[tuple[str, str], list[float]]) -> list[tuple[str, ...]]:
 
 
 def draw(errors: dict[tuple[str, str], list[float]], path: Path) -> None:
-    """Both comparisons side by side, with what the gain of each schedule predicts as thin lines."""
+    """Both comparisons one above the other, with what the gain of each schedule predicts as thin lines."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(8, 3.2), layout="constrained")
-        left, right = figure.subplots(1, 2, sharey=True)
+        figure = Figure(figsize=(6.4, 5.6), layout="constrained")
+        left, right = figure.subplots(2, 1, sharex=True)
         for rounding in ROUNDINGS:
             left.plot(RANKS, errors[rounding, "ring"], "o-", color=COLOURS[rounding], label=rounding)
-        left.set(title="ring, by rounding", xlabel="ranks", ylabel="vNMSE of the mean")
+        left.set(title="ring, by rounding", ylabel="vNMSE of the mean")
         for schedule, marker in zip(SCHEDULES, ("o", "s", "^"), strict=True):
             predicted = [errors["dithered", schedule][0] * gain(SCHEDULES[schedule], n) for n in RANKS]
             right.plot(RANKS, predicted, color=TEXT, linewidth=0.8)
             right.plot(
                 RANKS, errors["dithered", schedule], marker, color=COLOURS["dithered"], label=schedule, linestyle="none"
             )
-        right.set(title="dithered, by schedule; lines: error of one quantisation × gain", xlabel="ranks")
+        right.set(title="dithered, by schedule; lines: error of one quantisation × gain", xlabel="ranks", ylabel="vNMSE of the mean")
         for axes in (left, right):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")

@@ -31,7 +31,10 @@ def cases() -> Iterator[tuple[str, Tensor]]:
     yield "half of the energy in common", (noise() + common) / 2**0.5
     yield "the same on every rank", common.expand(RANKS, -1)
     yield "independent, Laplace", noise().sign() * torch.empty(RANKS, NUMEL).exponential_(generator=generator)
-    yield "independent, Student t with 3 degrees", noise() * (3 / (noise().square() + noise().square() + noise().square())).sqrt()
+    yield (
+        "independent, Student t with 3 degrees",
+        noise() * (3 / (noise().square() + noise().square() + noise().square())).sqrt(),
+    )
     yield "one coordinate in 16, the rest zero", noise() * (torch.arange(NUMEL) % 16 == 0)
     yield "the tutorial's gradients", gradients(RANKS)
 

@@ -79,7 +79,11 @@ class CodecConfig:
         return cls(**(preset | changes))
 
     def replace(self, **changes: Any) -> CodecConfig:
-        """A copy with some fields changed, checked again."""
+        """A copy with some fields changed, checked again.
+
+        Args:
+            **changes: fields to set otherwise.
+        """
         return dataclasses.replace(self, **changes)
 
     def bits_range(self) -> tuple[float, float]:

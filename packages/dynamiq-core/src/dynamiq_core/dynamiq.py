@@ -174,6 +174,8 @@ class DynamiQ(Codec[DynamiQPlan]):
     ) -> Tensor:
         """Add what a message carries, without the subtracted means, to ``total`` (float32 [d]) in place.
 
+        Arguments as in `decompress`.
+
         Raises:
             InputError: an argument does not fit the plan.
         """

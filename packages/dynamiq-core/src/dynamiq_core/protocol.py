@@ -67,11 +67,18 @@ class Codec(ABC, Generic[P]):
         """Everything that must be equal on all ranks, as one line of text."""
 
     def statistics(self, x: Tensor) -> Tensor | None:
-        """Phase 1: this rank's rows, bfloat16 [M, K] contiguous, or None when the codec needs none."""
+        """Phase 1: the rows of this rank's gradient ``x``, bfloat16 [M, K] contiguous; None when the codec needs none."""
         return None
 
     def merge_statistics(self, parts: Sequence[Tensor]) -> Tensor:
-        """Combine the rows of several ranks, each bfloat16 [m, K], into one tensor of the same shape."""
+        """Combine the rows of several ranks into one tensor of the same shape.
+
+        Args:
+            parts: bfloat16 [m, K] each.
+
+        Raises:
+            TypeError: the codec exchanges no statistics.
+        """
         raise TypeError(f"{type(self).__name__} exchanges no statistics")
 
     @abstractmethod
@@ -112,15 +119,32 @@ class Codec(ABC, Generic[P]):
         slot: int,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Encode the chunk of ``x`` plus every received message, in the order given, under ``slot``."""
+        """The hop: encode the chunk of ``x`` plus every received message, in the order given, under ``slot``.
+
+        Args:
+            received: messages of this chunk with their senders' slots.
+            x: this rank's gradient [d].
+            plan: of this all-reduce.
+            chunk: which chunk.
+            slot: of this encoding, used by no other one of the chunk.
+            out: uint8 [plan.sizes[chunk]] to write into; a new tensor when None.
+        """
 
     def compress(self, x: Tensor, plan: P, *, chunk: int, slot: int, out: Tensor | None = None) -> Tensor:
-        """Encode the chunk of ``x`` alone."""
+        """Encode the chunk of ``x`` alone; arguments as in `decompress_accumulate_recompress`."""
         return self.decompress_accumulate_recompress((), x, plan, chunk=chunk, slot=slot, out=out)
 
     @abstractmethod
     def decompress(self, message: Tensor, plan: P, *, chunk: int, slot: int, out: Tensor) -> Tensor:
-        """Write the mean over the workers of the chunk's coordinates into ``out`` [d]; other chunks stay."""
+        """Write the mean over the workers of the chunk's coordinates into ``out`` [d]; other chunks stay.
+
+        Args:
+            message: the chunk's last encoding.
+            plan: of this all-reduce.
+            chunk: which chunk.
+            slot: under which the message was encoded.
+            out: written in place.
+        """
 
     def residual(self, encodings: Sequence[Encoding], x: Tensor, plan: P) -> Tensor:
         """What a rank's own encodings of one all-reduce lost: float32 [d], what went in minus what the messages carry.

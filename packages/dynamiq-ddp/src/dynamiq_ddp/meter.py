@@ -44,13 +44,13 @@ class Meter:
         return sum(self.bytes.values())
 
     def seconds(self, activity: Activity) -> float:
-        """Time spent on something; on CUDA up to what the device has finished."""
+        """Seconds spent on an ``activity``; on CUDA up to what the device has finished."""
         self._collect()
         return self._seconds[activity]
 
     @contextmanager
     def span(self, activity: Activity, device: torch.device) -> Iterator[None]:
-        """Time what is done, or enqueued on the current stream, inside the ``with`` block."""
+        """Time what is done on ``device`` inside the ``with`` block, or enqueued on its stream, as an ``activity``."""
         with record_function(f"dynamiq: {activity}"):
             if device.type == "cuda":
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

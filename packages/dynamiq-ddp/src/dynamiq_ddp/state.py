@@ -349,7 +349,7 @@ class DynamiQState:
         return collect(lanes, steps=self._steps, seconds_exposed=self._exposed, backend=self._backend_name())
 
     def log_to(self, writer: Any, step: int) -> None:
-        """Write the numbers of `stats` to TensorBoard, or to whatever has ``add_scalar(tag, value, step)``."""
+        """Write the numbers of `stats` to TensorBoard, or to any ``writer`` with ``add_scalar(tag, value, step)``."""
         for name, value in dataclasses.asdict(self.stats()).items():
             parts = value.items() if isinstance(value, dict) else [("", value)]
             for part, number in parts:

@@ -82,13 +82,13 @@ class OmniReduce(Codec[OmniReducePlan]):
         return f"omnireduce bits={self.bits!r}"
 
     def statistics(self, x: Tensor) -> Tensor:
-        """Norm of every block: bfloat16 [M, 1]."""
+        """Norm of every block of ``x`` [d]: bfloat16 [M, 1]."""
         layout = block_plan(x.numel(), workers=1, chunks=1, block=BLOCK, block_bytes=0)
         square = layout.blocks(x, 0).to(torch.float64).square().sum(dim=1)
         return square.sqrt().to(torch.float32).to(torch.bfloat16)[:, None]
 
     def merge_statistics(self, parts: Sequence[Tensor]) -> Tensor:
-        """Norms add up as squares."""
+        """Norms, bfloat16 [m, 1] in each of ``parts``, add up as squares."""
         square = torch.stack([part.to(torch.float64).square() for part in parts]).sum(dim=0)
         return square.sqrt().to(torch.float32).to(torch.bfloat16)
 

@@ -98,13 +98,13 @@ class THC(Codec[THCPlan]):
         return f"thc bits={self.bits} reach={self.reach!r} seed={self.seed}"
 
     def statistics(self, x: Tensor) -> Tensor:
-        """Root mean square of every block: bfloat16 [M, 1]."""
+        """Root mean square of every block of ``x`` [d]: bfloat16 [M, 1]."""
         layout = block_plan(x.numel(), workers=1, chunks=1, block=BLOCK, block_bytes=0)
         square = layout.blocks(x, 0).to(torch.float64).square().mean(dim=1)
         return square.sqrt().to(torch.float32).to(torch.bfloat16)[:, None]
 
     def merge_statistics(self, parts: Sequence[Tensor]) -> Tensor:
-        """The largest of the workers; NaN where one of them has NaN."""
+        """The largest of the workers' ``parts``; NaN where one of them has NaN."""
         return torch.stack(list(parts)).amax(dim=0)
 
     def plan(
