@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch._C._profiler import _ExperimentalConfig
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
