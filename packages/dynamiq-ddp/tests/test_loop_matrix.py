@@ -150,15 +150,15 @@ class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
         self.single, self.brain = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
-        self.double = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.complex = nn.Parameter(torch.zeros(WIDTH, dtype=torch.complex64))
+        self.exact = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.rotation = nn.Parameter(torch.zeros(WIDTH, dtype=torch.complex64))
         self.empty, self.frozen = nn.Parameter(torch.empty(0, 4)), nn.Parameter(torch.ones(5), requires_grad=False)
         self.sparse = nn.Embedding(30, WIDTH, sparse=True)
 
     def forward(self, x):
-        x = self.single(x) + self.brain(x.bfloat16()).float() + self.double(x.double()).float()
+        x = self.single(x) + self.brain(x.bfloat16()).float() + self.exact(x.double()).float()
         rows = self.sparse(torch.arange(x.shape[0]) + int(x[0, 0] > 0))
-        return x * torch.view_as_real(self.complex).sum(dim=1) + self.empty.sum() + self.frozen.sum() + rows
+        return x * torch.view_as_real(self.rotation).sum(dim=1) + self.empty.sum() + self.frozen.sum() + rows
 
 
 def mixed_parameters(run):
@@ -177,14 +177,16 @@ def several_models(run):
 
 
 def an_error_and_another_pass(run):
-    model = network()
-    ddp = run.wrap(model)
+    ddp = run.wrap(network())
     passes(run, ddp, steps=2)
     x = run.x(0).requires_grad_()
     x.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ddp(x).square().sum().backward()
-    again = run.wrap(model)  # DDP itself cannot go on after an error
+    # DDP itself cannot go on after an error, nor can its parameters in another one; the state can.
+    again = DistributedDataParallel(network(), process_group=run.group, bucket_cap_mb=0.008)
+    if run.settings is not None:
+        again.register_comm_hook(run.states[0], dynamiq_hook)
     return passes(run, again)
 
 

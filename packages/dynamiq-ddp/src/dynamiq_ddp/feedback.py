@@ -140,7 +140,7 @@ class Residuals:
         self.scale = 1.0
         self._entries: dict[int, _Entry] = {}
         self._ranks: tuple[int, int] | None = None  # rank and number of ranks they belong to
-        self._resets: dict[int, int] = {}
+        self._resets: dict[int, int] = {}  # of each bucket, in a row
 
     def feedback(self, bucket: int, layout: Layout, parameters: Sequence[Tensor], *, rank: int, size: int) -> Feedback:
         """The residual of a bucket, or a new one if the bucket is not the one that it was.
@@ -157,6 +157,7 @@ class Residuals:
         entry = self._entries.get(bucket)
         if entry is not None and entry.layout == layout and _are(entry.parameters, parameters):
             entry = entry._replace(parameters=references)
+            self._resets[bucket] = 0
         else:
             if entry is not None:
                 self._tell_of_a_reset(bucket, entry, layout)
@@ -236,12 +237,12 @@ class Residuals:
                 "first backward pass: make one before a checkpoint is loaded",
                 stacklevel=2,
             )
-        # DDP itself changes them once. Models that share a state change them all the time.
+        # DDP itself changes them once for each model. Models that share a state change them all the time.
         self._resets[bucket] = self._resets.get(bucket, 0) + 1
         if self._resets[bucket] == 3:
             warnings.warn(
-                f"bucket {bucket} has changed its parameters {self._resets[bucket]} times, and its residual was "
-                "dropped each time; error feedback needs a state of its own for each model",
+                f"bucket {bucket} has changed its parameters {self._resets[bucket]} times in a row, and its residual "
+                "was dropped each time; error feedback needs a state of its own for each model",
                 stacklevel=2,
             )
 

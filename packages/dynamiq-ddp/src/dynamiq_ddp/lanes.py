@@ -7,6 +7,7 @@ that the order of messages within a lane is the same on all ranks, whatever the 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
@@ -66,9 +67,16 @@ def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 class Pending:
-    """An all-reduce that was begun: a future for DDP, and the outcome for whoever waits for it in Python."""
+    """An all-reduce that was begun: a future for DDP, and the outcome for whoever waits for it in Python.
+
+    Attributes:
+        error: what went wrong, once it is finished.
+        began: when its lane began to work on it, by ``time.perf_counter``.
+        ended: when the lane was done.
+    """
 
     def __init__(self) -> None:
+        self.began = self.ended = 0.0
         self.error: Exception | None = None
         self._done = threading.Event()
         self._outcome: Future[Tensor | None] = Future()
@@ -77,6 +85,7 @@ class Pending:
     def finish(self, tensor: Tensor | None, error: Exception | None = None) -> None:
         """Hand over the result, or the error."""
         self.error = error
+        self.ended = time.perf_counter()
         self._outcome.set_result(tensor)
         self._done.set()
 
@@ -152,6 +161,7 @@ class Lanes:
 
     def _perform(self, lane: Lane, work: Work, pending: Pending) -> None:
         """In the lane's thread."""
+        pending.began = time.perf_counter()
         if self.error is not None:
             pending.finish(None, self.error)
             return

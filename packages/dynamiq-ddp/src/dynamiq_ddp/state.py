@@ -26,6 +26,7 @@ from .backend import make_codec
 from .bucket import Comparison, Way, averaging, reporting
 from .connect import connect, default_group
 from .engine import DTYPES, route_of
+from .errors import ConfigMismatchError
 from .exact import Exact
 from .exempt import Exempt, Exemption, Ranges
 from .feedback import Feedback, Layout, Residuals
@@ -119,7 +120,7 @@ class DynamiQState:
         self._process_group = process_group
         self._transport = transport
         self._steps = steps
-        self._exposed = 0.0
+        self._exposed = self._hidden = 0.0
         self._past: list[Lane] = []  # closed, but they count
         self._residuals = Residuals()
         self._forget()
@@ -219,7 +220,7 @@ class DynamiQState:
         numel = sum(parameter.numel() for parameter in parameters) or tensor.numel()
         shapes = tuple(tuple(parameter.shape) for parameter in parameters) or ((numel,),)
         part, _ = own_part(torch.empty(numel, device="meta"), route)
-        layout = Layout(str(tensor.dtype), shapes, (part.storage_offset(), part.numel()))
+        layout = Layout(str(tensor.dtype), shapes, (int(part.storage_offset()), part.numel()))
         return self._residuals.feedback(bucket, layout, parameters, rank=lanes.rank, size=lanes.size)
 
     def _take_over_changes(self) -> None:
@@ -248,9 +249,11 @@ class DynamiQState:
         pending, self._pending = self._pending, []
         errors = [each.wait() for each in pending]
         self._exposed += time.perf_counter() - began
-        for error in errors:
-            if error is not None:
-                raise error
+        self._hidden += sum(max(0.0, min(each.ended, began) - each.began) for each in pending)
+        met = [error for error in errors if error is not None]
+        # That a peer is gone may be what follows from a difference that another lane has found.
+        for error in sorted(met, key=lambda error: not isinstance(error, ConfigMismatchError)):
+            raise error
 
     # ---------------------------------------------------------------- lifetimes
 
@@ -346,7 +349,13 @@ class DynamiQState:
     def stats(self) -> Stats:
         """Totals of this rank since the state was made."""
         lanes = [*self._past, *([] if self._lanes is None else self._lanes.lanes)]
-        return collect(lanes, steps=self._steps, seconds_exposed=self._exposed, backend=self._backend_name())
+        return collect(
+            lanes,
+            steps=self._steps,
+            seconds_exposed=self._exposed,
+            seconds_hidden=self._hidden,
+            backend=self._backend_name(),
+        )
 
     def log_to(self, writer: Any, step: int) -> None:
         """Write the numbers of `stats` to TensorBoard, or to any ``writer`` with ``add_scalar(tag, value, step)``."""

@@ -32,7 +32,9 @@ class Stats:
         seconds_statistics: spent in phase 1, its messages and the plan included.
         seconds_codec: spent encoding and decoding.
         seconds_network: spent exchanging messages of phase 2.
-        seconds_exposed: for which the end of the backward pass had to wait.
+        seconds_exposed: for which the end of the backward pass had to wait. On CUDA the host does not, and it is 0.
+        seconds_hidden: of work that the lanes had done by then, beside the backward pass; likewise. The lanes work at
+            the same time, and their seconds are added up.
         predicted_vnmse: squared error of all means so far, as the codec expects it, relative to their squared norm;
             None where it says nothing. It takes the ranks' gradients as uncorrelated; where they have much in common,
             partial sums and errors are larger.
@@ -59,13 +61,14 @@ class Stats:
     seconds_codec: float
     seconds_network: float
     seconds_exposed: float
+    seconds_hidden: float
     predicted_vnmse: float | None
     measured_vnmse: float | None
     widths: dict[int, float]
     backend: str
 
 
-def collect(lanes: Sequence[Lane], *, steps: int, seconds_exposed: float, backend: str) -> Stats:
+def collect(lanes: Sequence[Lane], *, steps: int, seconds_exposed: float, seconds_hidden: float, backend: str) -> Stats:
     """Add up what all lanes have done. Waits for the device, on CUDA."""
     meters = [lane.meter for lane in lanes]
     sent = sum(meter.bytes_sent for meter in meters)
@@ -95,6 +98,7 @@ def collect(lanes: Sequence[Lane], *, steps: int, seconds_exposed: float, backen
         seconds_codec=sum(meter.seconds("codec") for meter in meters),
         seconds_network=sum(meter.seconds("network") for meter in meters),
         seconds_exposed=seconds_exposed,
+        seconds_hidden=seconds_hidden,
         predicted_vnmse=_ratio(sum(error for error, _ in expected), sum(energy for _, energy in expected)),
         measured_vnmse=_ratio(sum(q.error for q in measured), sum(q.energy for q in measured)),
         widths={width: count / widths.total() for width, count in sorted(widths.items())},
