@@ -45,7 +45,7 @@ FRAMEWORKS = {
 """What is installed beside DynamiQ, to train with it there."""
 
 TORCH_VERSIONS = {"minimum": "2.9.0", "newest": "2.14.1"}
-"""The oldest torch that the packages allow, and the newest that they have been tried with."""
+"""The oldest torch that the packages allow, and the newest to try them with."""
 
 OF_TORCH = ("torch", "triton", "sympy")
 """What a version of torch wants in versions of its own."""
