@@ -26,7 +26,7 @@ PAGES = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md")
     for path in ROOT.glob(pattern)
-    if "_build" not in path.parts
+    if "_build" not in path.parts and path.name != "NOTE.md"
 )
 FENCE = re.compile(r"^( *)```python *\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 BEFORE = re.compile(r"<!-- (run first|not run):((?:(?!-->).)*)-->\s*\Z", re.DOTALL)

@@ -1,4 +1,4 @@
-"""What the figures share: colours for light and for dark pages, and files that are equal when redrawn.
+"""What the figures share: colours for a light and for a dark page, and files that are equal when redrawn.
 
     python docs/figures/draw.py
 

@@ -78,11 +78,7 @@ def draw(errors: dict[tuple[str, str], list[float]], path: Path) -> None:
             right.plot(
                 RANKS, errors["dithered", schedule], marker, color=COLOURS["dithered"], label=schedule, linestyle="none"
             )
-        right.set(
-            title="dithered, by schedule; lines: error of one quantisation × gain",
-            xlabel="ranks",
-            ylabel="vNMSE of the mean",
-        )
+        right.set(title="dithered, by schedule; lines: error of one × gain", xlabel="ranks", ylabel="vNMSE of the mean")
         for axes in (left, right):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")

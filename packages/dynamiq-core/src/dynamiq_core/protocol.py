@@ -67,7 +67,7 @@ class Codec(ABC, Generic[P]):
         """Everything that must be equal on all ranks, as one line of text."""
 
     def statistics(self, x: Tensor) -> Tensor | None:
-        """Phase 1: the rows of this rank's ``x``, bfloat16 [M, K] contiguous; None when the codec needs none."""
+        """Phase 1: rows of this rank's ``x``, bfloat16 [M, K] contiguous; None when the codec needs none."""
         return None
 
     def merge_statistics(self, parts: Sequence[Tensor]) -> Tensor:
