@@ -15,6 +15,8 @@ DOCS = Path(__file__).parent
 COMMAND = re.compile(r"```console\n\$ torchrun [^\n]* docs/tutorial/train\.py([^\n]*)\n(.*?)```", re.DOTALL)
 RANKS = 2
 SEPARATOR = "---- next command"
+NOT_RUN = " --bits 5"
+"""The page says how its lines follow from those of the run that is measured as well; that is checked instead."""
 
 ONE_AFTER_THE_OTHER = f"""
 import os, runpy, sys
@@ -41,8 +43,8 @@ def free_ports(count: int) -> list[int]:
 @pytest.fixture(scope="module")
 def runs() -> list[tuple[list[str], list[str]]]:
     """For every command of the page: the lines that it shows, and those that rank 0 prints."""
-    shown = COMMAND.findall((DOCS / "tutorial.md").read_text())
-    assert len(shown) == 4
+    shown = [block for block in COMMAND.findall((DOCS / "tutorial.md").read_text()) if block[0] != NOT_RUN]
+    assert len(shown) == 3
     commands = [f"{port} {arguments}" for port, (arguments, _) in zip(free_ports(len(shown)), shown, strict=True)]
     launch = [sys.executable, "-c", ONE_AFTER_THE_OTHER, str(DOCS / "tutorial" / "train.py"), *commands]
     environment = os.environ | {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
@@ -79,7 +81,18 @@ def test_every_line_is_as_shown(runs: list[tuple[list[str], list[str]]]) -> None
 
 
 def test_compression_changes_the_loss_little(runs: list[tuple[list[str], list[str]]]) -> None:
-    plain, five, measured, three = (numbers(printed[3])[1] for _, printed in runs)
-    assert five == measured
+    plain, five, three = (numbers(printed[3])[1] for _, printed in runs)
     assert five == pytest.approx(plain, abs=0.05)
     assert three == pytest.approx(plain, abs=0.1)
+
+
+def test_measuring_changes_nothing_but_what_is_sent() -> None:
+    """The page shows both runs, and one step of 50 with 32 bits more: 0.64 bits, and bytes in proportion."""
+    shown = {options: lines.splitlines() for options, lines in COMMAND.findall((DOCS / "tutorial.md").read_text())}
+    without, measured = shown[NOT_RUN], shown[f"{NOT_RUN} --measure-every 50"]
+    assert without[:5] == measured[:5]
+    (bits,), (more,) = numbers(without[5]), numbers(measured[5])
+    assert more - bits == pytest.approx(32 / 50, abs=0.011)
+    assert numbers(measured[6])[1] / numbers(without[6])[1] == pytest.approx(more / bits, rel=2e-3)
+    assert measured[7].startswith(without[7] + ", ")
+    assert without[8] == measured[8]

@@ -25,7 +25,7 @@ def operations(backend: Backend = "auto", device: torch.device | str = "cpu") ->
     Args:
         backend: ``"reference"`` computes with plain torch operations on any device, ``"numba"`` on CPUs, ``"triton"``
             on CUDA and ROCm devices. ``"auto"`` takes the fastest that can run: Triton on such a device, Numba on a
-            CPU, and the reference where that one is not installed, which is some hundred times slower.
+            CPU, and the reference where that one is not installed, which is hundreds of times slower.
         device: where the tensors live.
 
     Returns:
