@@ -175,7 +175,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def figures(session: nox.Session) -> None:
-    """Draw the figures again, and compare the tables in the pages with what is measured; not part of the default run."""
+    """Draw the figures again, and compare the pages with what is measured; not part of the default run."""
     install(session, "pytest", packages=[*BELOW_DDP, "packages/dynamiq-ddp[cpu,plot]"])
     session.run("pytest", "docs/test_figures.py", *session.posargs, env=RANKS)
 
