@@ -26,7 +26,7 @@ from .backend import make_codec
 from .bucket import Comparison, Way, averaging, reporting
 from .connect import connect, default_group
 from .engine import DTYPES, route_of
-from .errors import ConfigMismatchError
+from .errors import first_cause
 from .exact import Exact
 from .exempt import Exempt, Exemption, Ranges
 from .feedback import Feedback, Layout, Residuals
@@ -250,10 +250,8 @@ class DynamiQState:
         errors = [each.wait() for each in pending]
         self._exposed += time.perf_counter() - began
         self._hidden += sum(max(0.0, min(each.ended, began) - each.began) for each in pending)
-        met = [error for error in errors if error is not None]
-        # That a peer is gone may be what follows from a difference that another lane has found.
-        for error in sorted(met, key=lambda error: not isinstance(error, ConfigMismatchError)):
-            raise error
+        if met := [error for error in errors if error is not None]:
+            raise first_cause(met)
 
     # ---------------------------------------------------------------- lifetimes
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from dynamiq_transport import Handle, Message, Transport
+from dynamiq_transport import Handle, Message, Transport, TransportError
 
 from .agreement import mismatch
 from .errors import ConfigMismatchError
@@ -53,7 +53,12 @@ class ComparingTransport(Transport):
         if self._facts is None:
             return self._transport.exchange(sends, recvs)
         comparison = self.compare()
-        return _Both(comparison, self._transport.exchange(sends, recvs))
+        try:
+            messages = self._transport.exchange(sends, recvs)
+        except TransportError:
+            comparison.wait()  # a peer may be gone because of what the tokens say, which have arrived then
+            raise
+        return _Both(comparison, messages)
 
     def compare(self) -> Handle:
         """Post the tokens alone; whoever waits for the handle gets the error."""
