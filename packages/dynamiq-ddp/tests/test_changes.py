@@ -110,7 +110,12 @@ def test_a_rank_with_a_problem_of_its_own_tells_the_others(states):
             return [failure(state, [torch.ones(5000)])]  # without parameters nobody can tell
         return [failure(state, [torch.ones(5000)], parameters)]
 
-    assert all(isinstance(error, ConfigMismatchError) for [error] in states(3, work, timeout=6 * PROMPT))
+    told = [error for [error] in states(3, work, timeout=6 * PROMPT)]
+    assert all(isinstance(error, ConfigMismatchError) for error in told)
+    assert [list(error.differences) for error in told] == [["problem"]] * 3
+    for error, words in zip(told, ["an error of its own", "an error of its own", "a bucket of 5000"], strict=True):
+        assert [held.startswith(words) for held in error.differences["problem"]] == [False, False, True]
+        assert str(error).endswith(" on rank 2")
 
     def all_alike(state, rank):
         step(state, [torch.ones(5000)], parameters)

@@ -118,8 +118,9 @@ def reporting(
             if comparison == "before":
                 compare_ranks({PROBLEM: problem}, lane.transport, device, lane.meter, step=step, bucket=bucket)
             if comparison == "beside":
-                facts = dict.fromkeys(_SUMMARY, problem)
-                ComparingTransport(lane.transport, facts, _agreement_counter(lane), _nothing).compare().wait()
+                names = dict.fromkeys(_SUMMARY)
+                count = _agreement_counter(lane)
+                ComparingTransport(lane.transport, names, count, _nothing, problem=problem).compare().wait()
         except TransportError as error:  # the others do not compare this bucket, and cannot be told
             raise problem from error
         raise problem

@@ -398,7 +398,8 @@ class DynamiQState:
         Raises:
             ConfigError: the dictionary is not from `state_dict`, or from another version of it.
         """
-        if state.get("version") != _VERSION or not isinstance(state.get("steps"), int):
+        steps = state.get("steps")
+        if state.get("version") != _VERSION or type(steps) is not int or steps < 0:
             raise ConfigError(f"state cannot be {dict(state)!r}; allowed: what state_dict of version {_VERSION} gave")
         mine = self._settings.fingerprint()
         if state.get("codec") != mine:
@@ -410,7 +411,7 @@ class DynamiQState:
             self._residuals.load_state_dict(residuals)
         else:
             self._residuals.reset()
-        self._steps = state["steps"]
+        self._steps = steps
         self._changes += 1  # so that the ranks compare their steps, too
 
     def __getstate__(self) -> dict[str, Any]:
