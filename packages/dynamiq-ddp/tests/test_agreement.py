@@ -67,6 +67,31 @@ def test_a_difference_is_named_on_every_rank_and_nothing_changes(name, n, ranks,
         assert sizes <= {DIGEST, *(RECORD + 4 << k for k in range(3)), 3 * (RECORD + 4)}  # of no tensor's size
 
 
+def test_a_problem_of_one_rank_stands_alone(ranks):
+    def work(transport):
+        dtype = torch.int64 if transport.rank == 1 else torch.float32
+        all_reduce(torch.ones(10, dtype=dtype), transport=transport, codec=BF16())
+
+    for error in ranks(3, work):
+        assert isinstance(error, ConfigMismatchError)
+        assert list(error.differences) == ["problem"]
+        first, second = str(error).splitlines()
+        assert first == "the ranks disagree; nothing was changed"
+        assert second.startswith("  problem: tensor cannot be torch.int64; allowed: ")
+        assert second.endswith(" on rank 1")
+        assert error.differences["problem"][0] == error.differences["problem"][2] == "nothing"
+
+
+def test_a_problem_comes_before_what_the_others_disagree_on(ranks):
+    def work(transport):
+        tensor = torch.ones(10 + transport.rank, dtype=torch.int64 if transport.rank == 0 else torch.float32)
+        all_reduce(tensor, transport=transport, codec=BF16())
+
+    for error in ranks(3, work):
+        assert list(error.differences) == ["problem", "number of elements"]
+        assert error.differences["number of elements"] == ("nothing", "11", "12")
+
+
 def test_schedules_of_the_same_name_that_differ(ranks):
     def work(transport):
         schedule = wrong_way if transport.rank == 0 else ring

@@ -9,8 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamiq_core import DynamiQ, DynamiQError, InputError
 from dynamiq_core.baselines import BF16
-from dynamiq_ddp import ConfigMismatchError, DynamiQState, dynamiq_hook, simulate
+from dynamiq_ddp import CommunicationError, ConfigMismatchError, DynamiQState, dynamiq_hook, simulate
 from dynamiq_ddp.tokens import ComparingTransport
+from dynamiq_transport import Transport, TransportError
 
 PROMPT = 20.0
 """Seconds within which every rank must know; the timeout is six times as long."""
@@ -109,7 +110,12 @@ def test_a_rank_with_a_problem_of_its_own_tells_the_others(states):
             return [failure(state, [torch.ones(5000)])]  # without parameters nobody can tell
         return [failure(state, [torch.ones(5000)], parameters)]
 
-    assert all(isinstance(error, ConfigMismatchError) for [error] in states(3, work, timeout=6 * PROMPT))
+    told = [error for [error] in states(3, work, timeout=6 * PROMPT)]
+    assert all(isinstance(error, ConfigMismatchError) for error in told)
+    assert [list(error.differences) for error in told] == [["problem"]] * 3
+    for error, words in zip(told, ["an error of its own", "an error of its own", "a bucket of 5000"], strict=True):
+        assert [held.startswith(words) for held in error.differences["problem"]] == [False, False, True]
+        assert str(error).endswith(" on rank 2")
 
     def all_alike(state, rank):
         step(state, [torch.ones(5000)], parameters)
@@ -117,6 +123,20 @@ def test_a_rank_with_a_problem_of_its_own_tells_the_others(states):
         return [failure(state, [torch.ones(5000)])]
 
     assert all(isinstance(error, InputError) for [error] in states(3, all_alike))
+
+
+def test_a_problem_that_the_others_cannot_be_told_is_raised_as_itself(states):
+    """In a bucket that they do not compare, since nothing has changed there, they only see that this rank is gone."""
+    parameters = [[nn.Parameter(torch.zeros(5000))] for _ in range(2)]
+
+    def work(state, rank):
+        state.exempt = [torch.zeros(5000)]
+        step(state, [torch.ones(5000) for _ in parameters], parameters)
+        given = [parameters[0], ()] if rank == 2 else parameters
+        return [failure(state, [torch.ones(5000) for _ in parameters], given)]
+
+    found = [type(error) for [error] in states(3, work, timeout=6 * PROMPT)]
+    assert found == [CommunicationError, CommunicationError, InputError]
 
 
 def test_changes_on_all_ranks_take_effect_in_the_next_step(states, random_rows, same_bits):
@@ -177,6 +197,40 @@ def test_tokens_travel_with_the_first_messages_and_not_before_them(ranks):
         assert events[1] == ("post", 1, [size])
         assert events[2:4] == [("wait", 0), ("wait", 1)]
         assert events[4:] == [event for k in range(2, 2 * (n - 1) + 1) for event in (("post", k, [size]), ("wait", k))]
+
+
+def test_a_peer_that_is_gone_because_of_the_tokens_is_no_lost_peer(ranks):
+    """Rank 0 is slow: the others have compared and left before it posts its messages, which is refused then."""
+
+    class Late(Transport):
+        """Posts its second batch when the others have left, as a transport that notices this at once."""
+
+        def __init__(self, transport):
+            self.rank, self.size, self.first = transport.rank, transport.size, None
+            self._transport = transport
+
+        def exchange(self, sends, recvs):
+            if self.first is None:
+                self.first = self._transport.exchange(sends, recvs)
+                return self.first
+            raise TransportError("rank 1 has closed", (1,))
+
+        def close(self):
+            self._transport.close()
+
+    def work(transport):
+        late = Late(transport) if transport.rank == 0 else transport
+        comparing = ComparingTransport(late, {"codec": str(transport.rank == 1)}, lambda sent: None, lambda: None)
+        message = torch.empty(100, dtype=torch.uint8)
+        other = (transport.rank + 1) % 3, (transport.rank - 1) % 3
+        try:
+            comparing.exchange([(other[0], message)], [(other[1], message.clone())]).wait()
+        finally:
+            transport.abort()
+
+    for error in ranks(3, work, timeout=6 * PROMPT):
+        assert isinstance(error, ConfigMismatchError)
+        assert list(error.differences) == ["codec"]
 
 
 def test_messages_behind_tokens_that_differ_are_never_waited_for(ranks):

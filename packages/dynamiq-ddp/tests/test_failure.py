@@ -1,12 +1,16 @@
 """What happens when a peer goes away or sends what does not belong: an error that says so, and no changed tensor."""
 
+import threading
+
 import pytest
 import torch
 
 from dynamiq_core import DynamiQ, DynamiQError
 from dynamiq_core.baselines import BF16
 from dynamiq_ddp import CommunicationError, all_reduce
-from dynamiq_transport import TransportError
+from dynamiq_ddp.errors import first_cause
+from dynamiq_ddp.lanes import Lanes
+from dynamiq_transport import LocalTransport, TransportError
 
 
 def attempt(transport, codec, size=1000, **arguments):
@@ -106,3 +110,28 @@ def test_a_peer_that_stalls_is_an_error_within_the_timeout(ranks):
     assert isinstance(error, CommunicationError)
     assert error.peers == (1,)
     assert not tensor.any()
+
+
+def test_a_complaint_is_not_hidden_by_what_another_lane_has_lost():
+    """A peer that has seen the wrong header too may leave all its lanes before this rank has read its own."""
+    complaint = CommunicationError("rank 1 sent a wrong step", (1,), step=3, bucket=0)
+    lanes = Lanes([LocalTransport.group(1)[0] for _ in range(2)])
+    met = threading.Event()
+
+    def complain(lane):
+        assert met.wait(30.0)
+        raise complaint
+
+    def lose(lane):
+        lost = TransportError("rank 0 lost peer 2", (2,))
+        raise CommunicationError(str(lost), lost.peers, step=3, bucket=1) from lost
+
+    _, first = lanes.begin(0, complain, torch.device("cpu"))
+    _, second = lanes.begin(1, lose, torch.device("cpu"))
+    assert second.wait().peers == (2,)
+    met.set()
+    assert first.wait() is complaint
+    assert first_cause([second.error, first.error]) is complaint
+    with pytest.raises(CommunicationError, match="wrong step"):
+        lanes.begin(2, complain, torch.device("cpu"))
+    lanes.close()

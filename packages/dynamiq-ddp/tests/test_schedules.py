@@ -7,7 +7,7 @@ import torch
 
 from dynamiq_core import ConfigError, DynamiQ
 from dynamiq_core.baselines import BF16
-from dynamiq_ddp import Meter, all_reduce, simulate
+from dynamiq_ddp import ConfigMismatchError, Meter, all_reduce, simulate
 from dynamiq_ddp.route import find_route
 from dynamiq_transport import Schedule, Step, butterfly, direct, gain, ring
 
@@ -41,10 +41,34 @@ def test_a_function_serves_as_schedule(n, schedule, codec, random_rows, toleranc
         assert same_bits(result.mean, simulate(rows, codec=codec, schedule=schedule.__name__).mean)
 
 
-@pytest.mark.parametrize("schedule", ["star", forgetful, None, 3, lambda rank, size: None])
+def unmade(rank, size):
+    """Fails with what no schedule is expected to raise."""
+    return {}[rank]
+
+
+class Changeable:
+    """Cannot be hashed."""
+
+    __hash__ = None
+
+    def __call__(self, rank, size):
+        return ring(rank, size)
+
+
+@pytest.mark.parametrize("schedule", ["star", forgetful, None, 3, lambda rank, size: None, unmade, Changeable()])
 def test_unsound_schedules_are_refused(schedule):
     with pytest.raises(ConfigError, match="schedule"):
         simulate(torch.ones(3, 5), codec=BF16(), schedule=schedule)
+
+
+def test_a_schedule_that_fails_on_one_rank_is_an_error_on_all(ranks):
+    def work(transport):
+        schedule = unmade if transport.rank == 1 else ring
+        return all_reduce(torch.ones(5), transport=transport, codec=BF16(), schedule=schedule)
+
+    for error in ranks(3, work):
+        assert isinstance(error, ConfigMismatchError)
+        assert "not sound for 3 ranks" in error.differences["problem"][1]
 
 
 @pytest.mark.parametrize("schedule", ["ring", "butterfly", "direct"])

@@ -12,7 +12,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from dynamiq_core import CodecConfig, ConfigError, DynamiQ
+from dynamiq_core import CodecConfig, ConfigError, DynamiQ, InputError
 from dynamiq_core.baselines import BF16
 from dynamiq_ddp import CommunicationError, ConfigMismatchError, DynamiQState, simulate
 from dynamiq_transport import LocalTransport, ring
@@ -40,6 +40,7 @@ def step(state, tensors):
         ({"lanes": 0}, "lanes cannot be 0"),
         ({"timeout": 0}, "timeout cannot be 0"),
         ({"timeout": None}, "timeout cannot be None"),
+        ({"timeout": float("inf")}, "timeout cannot be inf"),
         ({"error_feedback": 1}, "error_feedback cannot be 1; allowed: True or False"),
         ({"error_feedback": True, "codec": BF16()}, r"error_feedback cannot be True with BF16\(\)"),
         ({"transport": list, "process_group": object()}, "transport cannot be given together with process_group"),
@@ -60,6 +61,12 @@ def test_a_state_needs_a_process_group_only_when_it_is_used():
 def test_what_is_no_process_group_is_refused_when_used():
     with pytest.raises(ConfigError, match="no transport can be made"):
         DynamiQState(process_group=lambda: 1 / "x").begin(torch.ones(3), index=0)
+
+
+def test_gradients_on_a_device_of_another_kind_are_refused():
+    state = DynamiQState(transport=lambda: LocalTransport.group(1)[0])
+    with pytest.raises(InputError, match="gradients cannot be on meta; allowed: cpu and cuda"):
+        state.begin(torch.empty(10, device="meta"), index=0)
 
 
 @pytest.mark.parametrize("schedule", ["ring", "butterfly", "direct", ring])
@@ -286,7 +293,7 @@ def test_a_checkpoint_is_plain_data_and_checked():
     with pytest.warns(UserWarning, match=r"bits=4\.0.*bits=5\.0"):
         other.load_state_dict({**saved, "steps": 3})
     assert other.steps == 3
-    for broken in ({}, {"version": 2, "steps": 1}, {"version": 1, "steps": "x"}):
+    for broken in ({}, {"version": 2, "steps": 1}, {"version": 1, "steps": "x"}, {"version": 1, "steps": -1}):
         with pytest.raises(ConfigError, match="state cannot be"):
             other.load_state_dict(broken)
     assert other.steps == 3

@@ -19,7 +19,11 @@ DIGEST = 16
 RECORD = 4096
 """Bytes of the full record, which only travels when the digests differ."""
 
+PROBLEM = "problem"
+"""The fact that a rank has instead of all others if it cannot do what is asked of it."""
+
 _LONGEST = 400
+_NOTHING = "nothing"
 
 
 def agree(transport: Transport, facts: Mapping[str, object], *, device: torch.device) -> None:
@@ -74,13 +78,19 @@ def _clip(text: str) -> str:
 
 
 def mismatch(records: Sequence[Mapping[str, str]]) -> ConfigMismatchError:
-    """The error that says who holds what, given what each rank holds."""
-    names = list(dict.fromkeys(name for record in records for name in record))
-    held = {name: tuple(record.get(name, "nothing") for record in records) for name in names}
-    differences = {name: values for name, values in held.items() if len(set(values)) > 1}
+    """The error that says who holds what, given what each rank holds; problems come first."""
+    names = dict.fromkeys([PROBLEM, *(name for record in records for name in record)])
+    held = {name: tuple(record.get(name, _NOTHING) for record in records) for name in names}
+    sound = [rank for rank, record in enumerate(records) if PROBLEM not in record]  # the others hold nothing else
+    differences = {
+        name: values
+        for name, values in held.items()
+        if len(set(values if name == PROBLEM else [values[rank] for rank in sound])) > 1
+    }
     lines = []
     for name, values in differences.items():
-        groups = [f"{value} on {_ranks(values, value)}" for value in dict.fromkeys(values)]
+        said = [value for value in dict.fromkeys(values) if name != PROBLEM or value != _NOTHING]
+        groups = [f"{value} on {_ranks(values, value)}" for value in said]
         lines.append(f"  {name}: {'; '.join(groups)}")
     return ConfigMismatchError("\n".join(["the ranks disagree; nothing was changed", *lines]), differences)
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from dynamiq_core import Codec, DynamiQError
+from dynamiq_transport import TransportError
 
+from .agreement import PROBLEM
 from .engine import Job, compare_ranks, describe, reduce_tensor
 from .exact import Exact
 from .exempt import Ranges
@@ -112,11 +114,15 @@ def reporting(
     """Tell the other ranks, which would wait for this one, and then raise. Arguments are those of `averaging`."""
 
     def report(lane: Lane) -> Tensor:
-        if comparison == "before":
-            compare_ranks({"problem": problem}, lane.transport, device, lane.meter, step=step, bucket=bucket)
-        if comparison == "beside":
-            facts = dict.fromkeys(_SUMMARY, problem)
-            ComparingTransport(lane.transport, facts, _agreement_counter(lane), _nothing).compare().wait()
+        try:
+            if comparison == "before":
+                compare_ranks({PROBLEM: problem}, lane.transport, device, lane.meter, step=step, bucket=bucket)
+            if comparison == "beside":
+                names = dict.fromkeys(_SUMMARY)
+                count = _agreement_counter(lane)
+                ComparingTransport(lane.transport, names, count, _nothing, problem=problem).compare().wait()
+        except TransportError as error:  # the others do not compare this bucket, and cannot be told
+            raise problem from error
         raise problem
 
     return _through(gate, report, first=first)

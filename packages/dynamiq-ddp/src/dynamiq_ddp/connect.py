@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from dynamiq_core import ConfigError
+from dynamiq_core import ConfigError, InputError
 from dynamiq_transport import TorchTransport, Transport, TransportError
 
 from .engine import compare_ranks
@@ -48,10 +48,13 @@ def connect(
         measured: whether to measure the network, on the first lane and for all of them.
 
     Raises:
+        InputError: gradients are on a device of another kind than CPU or CUDA.
         ConfigError: no transport can be made of what was given.
         ConfigMismatchError: the ranks want different numbers of lanes, different timeouts, or not all to measure.
         CommunicationError: a rank did not come.
     """
+    if device.type not in LANES:
+        raise InputError(f"gradients cannot be on {device}; allowed: {' and '.join(LANES)} devices")
     number = number or LANES[device.type]
     transports: list[Transport] = []
     try:

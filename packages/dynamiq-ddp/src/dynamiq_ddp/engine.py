@@ -16,7 +16,7 @@ from dynamiq_core import Codec, ConfigError, DynamiQError, InputError, Plan, Rec
 from dynamiq_transport import Transport, TransportError
 
 from . import frames
-from .agreement import agree
+from .agreement import PROBLEM, agree
 from .errors import CommunicationError, ConfigMismatchError
 from .frames import GRADIENT, STATISTICS, Frames, Header, Seal
 from .job import Job as Job
@@ -89,7 +89,7 @@ def all_reduce(
         problem = error
     if check:
         # A rank with a problem takes part all the same: alone, it would leave the others waiting.
-        facts = {"problem": problem} if job is None else describe(tensor, codec, job.route, step=step, bucket=bucket)
+        facts = {PROBLEM: problem} if job is None else describe(tensor, codec, job.route, step=step, bucket=bucket)
         compare_ranks(facts, transport, device, meter, step=step, bucket=bucket)
     if job is None:
         raise problem or AssertionError("no job without a problem")

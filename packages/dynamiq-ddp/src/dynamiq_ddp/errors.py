@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dynamiq_core import DynamiQError
 from dynamiq_transport import TransportError
@@ -33,6 +33,24 @@ class CommunicationError(DynamiQError, TransportError):
         super().__init__(f"all-reduce of step {step}, bucket {bucket}: {reason}", peers)
         self.step = step
         self.bucket = bucket
+
+
+def first_cause(errors: Iterable[Exception]) -> Exception:
+    """Of the errors that several lanes have met, one that the others may have followed from.
+
+    A rank that has met anything leaves all lanes, so that on another lane its peers see no more than that it is gone.
+    """
+    return min(errors, key=_remoteness)
+
+
+def _remoteness(error: Exception) -> int:
+    if isinstance(error, ConfigMismatchError):
+        return 0
+    # Who complains of a message that came has no cause for it but the message.
+    lost = isinstance(error, TransportError) and (
+        not isinstance(error, CommunicationError) or isinstance(error.__cause__, TransportError)
+    )
+    return 2 if lost else 1
 
 
 class ReplicaError(DynamiQError, RuntimeError):

@@ -110,6 +110,8 @@ class Feedback:
         if values is None:
             return None
         values = values.to(device)
+        if values.is_cuda:  # as loaded they may be of another stream, which must not have the memory back too early
+            values.record_stream(torch.cuda.current_stream(device))
         return values if self._residual.scale == self._scale else values * (self._scale / self._residual.scale)
 
 

@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from dynamiq_transport import Transport
 
+from .errors import first_cause
 from .meter import Meter
 from .quality import Quality
 
@@ -118,6 +119,7 @@ class Lanes:
     def __init__(self, transports: Sequence[Transport]) -> None:
         self.lanes = [Lane(transport) for transport in transports]
         self.error: Exception | None = None
+        self._failing = threading.Lock()
 
     @property
     def rank(self) -> int:
@@ -169,7 +171,7 @@ class Lanes:
             tensor = work(lane)
         except Exception as error:
             self._fail(error)
-            pending.finish(None, self.error)
+            pending.finish(None, error)
         else:
             pending.finish(tensor)
 
@@ -191,7 +193,8 @@ class Lanes:
 
     def _fail(self, error: Exception) -> None:
         """Leave every transport, each in its own thread, so that the peers notice and do not wait for this rank."""
-        self.error = self.error or error
+        with self._failing:
+            self.error = error if self.error is None else first_cause((self.error, error))
         for lane in self.lanes:
             if lane.stream is None:
                 lane.submit(lane.transport.abort)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -130,7 +130,7 @@ def find_schedule(schedule: ScheduleChoice) -> ScheduleFunction | Hierarchical |
             raise ConfigError(f"node_size cannot be {schedule.node_size!r}; allowed: an integer of at least 1")
         find_schedule(schedule.between)
         return schedule
-    if callable(schedule):
+    if callable(schedule) and isinstance(schedule, Hashable):  # what is found out about it is kept
         return schedule
     raise _unknown(schedule)
 
@@ -154,7 +154,9 @@ def _named(name: str) -> ScheduleFunction | Hierarchical | None:
 
 def _unknown(schedule: object) -> ConfigError:
     names = ", ".join([*SCHEDULES, AUTO, "hierarchical:NODE_SIZE", "hierarchical:NODE_SIZE:BETWEEN"])
-    return ConfigError(f"schedule cannot be {schedule!r}; allowed: {names}, hierarchical(node_size), or a function")
+    return ConfigError(
+        f"schedule cannot be {schedule!r}; allowed: {names}, hierarchical(node_size), or a hashable function"
+    )
 
 
 def _resolve(
@@ -197,7 +199,7 @@ def _survey(function: ScheduleFunction, size: int) -> _Survey:
             check_schedule(function, size)
         schedules = [function(rank, size) for rank in range(size)]
         mean_gain = gain(function, size)
-    except (ValueError, TypeError, IndexError, AttributeError) as error:
+    except Exception as error:  # whatever a user's function raises, for the other ranks have to be told
         raise ConfigError(f"schedule {function!r} is not sound for {size} ranks: {error}") from error
     owner = {chunk: schedule.rank for schedule in schedules for chunk in schedule.owned}
     digest = hashlib.blake2b(repr(schedules).encode(), digest_size=4).hexdigest()

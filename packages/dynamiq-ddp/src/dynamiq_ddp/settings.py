@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +39,12 @@ class Settings:
             _check_count(name, getattr(self, name), 0)
         if self.lanes is not None:
             _check_count("lanes", self.lanes, 1)
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
-            raise ConfigError(f"timeout cannot be {self.timeout!r}; allowed: seconds above 0")
+        if (
+            isinstance(self.timeout, bool)
+            or not isinstance(self.timeout, (int, float))
+            or not 0 < self.timeout < math.inf
+        ):
+            raise ConfigError(f"timeout cannot be {self.timeout!r}; allowed: a finite number of seconds above 0")
         if not isinstance(self.error_feedback, bool):
             raise ConfigError(f"error_feedback cannot be {self.error_feedback!r}; allowed: True or False")
         if self.error_feedback and self.codec is not None and type(self.codec).residual is Codec.residual:

@@ -26,7 +26,7 @@ from .backend import make_codec
 from .bucket import Comparison, Way, averaging, reporting
 from .connect import connect, default_group
 from .engine import DTYPES, route_of
-from .errors import ConfigMismatchError
+from .errors import first_cause
 from .exact import Exact
 from .exempt import Exempt, Exemption, Ranges
 from .feedback import Feedback, Layout, Residuals
@@ -250,10 +250,8 @@ class DynamiQState:
         errors = [each.wait() for each in pending]
         self._exposed += time.perf_counter() - began
         self._hidden += sum(max(0.0, min(each.ended, began) - each.began) for each in pending)
-        met = [error for error in errors if error is not None]
-        # That a peer is gone may be what follows from a difference that another lane has found.
-        for error in sorted(met, key=lambda error: not isinstance(error, ConfigMismatchError)):
-            raise error
+        if met := [error for error in errors if error is not None]:
+            raise first_cause(met)
 
     # ---------------------------------------------------------------- lifetimes
 
@@ -400,7 +398,8 @@ class DynamiQState:
         Raises:
             ConfigError: the dictionary is not from `state_dict`, or from another version of it.
         """
-        if state.get("version") != _VERSION or not isinstance(state.get("steps"), int):
+        steps = state.get("steps")
+        if state.get("version") != _VERSION or type(steps) is not int or steps < 0:
             raise ConfigError(f"state cannot be {dict(state)!r}; allowed: what state_dict of version {_VERSION} gave")
         mine = self._settings.fingerprint()
         if state.get("codec") != mine:
@@ -412,7 +411,7 @@ class DynamiQState:
             self._residuals.load_state_dict(residuals)
         else:
             self._residuals.reset()
-        self._steps = state["steps"]
+        self._steps = steps
         self._changes += 1  # so that the ranks compare their steps, too
 
     def __getstate__(self) -> dict[str, Any]:

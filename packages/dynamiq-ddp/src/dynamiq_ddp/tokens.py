@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from dynamiq_transport import Handle, Message, Transport
+from dynamiq_transport import Handle, Message, Transport, TransportError
 
-from .agreement import mismatch
+from .agreement import PROBLEM, mismatch
 from .errors import ConfigMismatchError
 
 _WHOLE = 4
-"""Bytes of a token that are of all facts together, and decide. One byte for each fact follows, to say what differs."""
+"""Bytes of a token that are of all facts together, and decide. One byte for each fact follows, to say what differs. A
+token of zeros says that its rank cannot do what is asked of it."""
 
 
 class ComparingTransport(Transport):
@@ -33,6 +34,7 @@ class ComparingTransport(Transport):
         facts: what has to be equal, by names that are the same on all ranks.
         count: is told how many bytes the comparison sends.
         agreed: called when it has found no difference.
+        problem: why this rank cannot do what is asked of it; then only the names of the facts count.
     """
 
     def __init__(
@@ -41,11 +43,14 @@ class ComparingTransport(Transport):
         facts: Mapping[str, object],
         count: Callable[[int], None],
         agreed: Callable[[], None],
+        *,
+        problem: object = None,
     ) -> None:
         self.rank = transport.rank
         self.size = transport.size
         self._count = count
         self._agreed = agreed
+        self._problem = problem
         self._transport = transport
         self._facts: Mapping[str, str] | None = {name: str(fact) for name, fact in facts.items()}
 
@@ -53,7 +58,12 @@ class ComparingTransport(Transport):
         if self._facts is None:
             return self._transport.exchange(sends, recvs)
         comparison = self.compare()
-        return _Both(comparison, self._transport.exchange(sends, recvs))
+        try:
+            messages = self._transport.exchange(sends, recvs)
+        except TransportError:
+            comparison.wait()  # a peer may be gone because of what the tokens say, which have arrived then
+            raise
+        return _Both(comparison, messages)
 
     def compare(self) -> Handle:
         """Post the tokens alone; whoever waits for the handle gets the error."""
@@ -61,6 +71,8 @@ class ComparingTransport(Transport):
         assert facts is not None
         texts = list(facts.values())
         mine = _digest(repr(texts), _WHOLE) + b"".join(_digest(text, 1) for text in texts)
+        if self._problem is not None:
+            mine = bytes(len(mine))
         tokens = torch.empty(self.size, len(mine), dtype=torch.uint8)
         tokens[self.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         peers = [peer for peer in range(self.size) if peer != self.rank]
@@ -68,7 +80,7 @@ class ComparingTransport(Transport):
             [(peer, tokens[self.rank]) for peer in peers], [(peer, tokens[peer]) for peer in peers]
         )
         self._count(len(peers) * len(mine))
-        return _Comparison(handle, tokens, self.rank, facts, self._agreed)
+        return _Comparison(handle, tokens, self.rank, facts, self._agreed, str(self._problem))
 
     def close(self) -> None:
         self._transport.close()
@@ -84,8 +96,10 @@ class _Comparison(Handle):
         rank: int,
         facts: Mapping[str, str],
         agreed: Callable[[], None],
+        problem: str,
     ) -> None:
         self._handle, self._tokens, self._rank, self._facts, self._agreed = handle, tokens, rank, facts, agreed
+        self._problem = problem
 
     def wait(self) -> None:
         self._handle.wait()
@@ -94,13 +108,18 @@ class _Comparison(Handle):
         self._agreed()
 
     def _mismatch(self) -> ConfigMismatchError:
-        records: list[dict[str, str]] = [{} for _ in self._tokens]
-        columns = self._tokens.T[_WHOLE:].tolist()
-        if all(len(set(column)) == 1 for column in columns):  # by chance: one in 256 for each fact that differs
-            columns = [self._tokens[:, :_WHOLE].contiguous().view(torch.int32).flatten().tolist()] * len(columns)
-        for column, (name, text) in zip(columns, self._facts.items(), strict=True):
-            for record, byte in zip(records, column, strict=True):
-                record[name] = text if byte == column[self._rank] else f"something else ({byte & 0xFF:02x})"
+        rows = self._tokens.tolist()
+        said = [row[_WHOLE:] for row in rows]
+        sound = [numbers for row, numbers in zip(rows, said, strict=True) if any(row)]
+        if all(numbers == sound[0] for numbers in sound):  # perhaps by chance: one in 256 for each fact that differs
+            said = [[int.from_bytes(bytes(row[:_WHOLE]), "little")] * len(self._facts) for row in rows]
+        records = []
+        for rank, numbers in enumerate(said):
+            if any(rows[rank]):
+                pairs = zip(self._facts.items(), numbers, said[self._rank], strict=True)
+                records.append({name: _told(text, number, own) for (name, text), number, own in pairs})
+            else:
+                records.append({PROBLEM: self._problem if rank == self._rank else "an error of its own, raised there,"})
         return mismatch(records)
 
 
@@ -113,6 +132,10 @@ class _Both(Handle):
     def wait(self) -> None:
         self._comparison.wait()
         self._messages.wait()
+
+
+def _told(text: str, number: int, own: int) -> str:
+    return text if number == own else f"something else ({number & 0xFF:02x})"
 
 
 def _digest(text: str, size: int) -> bytes:

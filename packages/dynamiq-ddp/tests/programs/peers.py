@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamiq_core import DynamiQError
 from dynamiq_core.baselines import BF16
 from dynamiq_ddp import DynamiQState, dynamiq_hook
+from dynamiq_ddp.frames import HEADER
 from dynamiq_transport import Handle, Message, TorchTransport, Transport
 
 FAULTS = ("kill", "stop", "late", "short", "header")
@@ -53,7 +54,8 @@ class Lying(Transport):
             changed = [(peer, tensor[:-1]) for peer, tensor in changed]
         elif self.fault == "header":
             for _, tensor in changed:
-                tensor[12] += 1  # the step
+                if tensor.numel() > HEADER:  # a frame, and no token of the first bucket, which may be late
+                    tensor[12] += 1  # the step
         return self._transport.exchange(changed, recvs)
 
     def close(self) -> None:
