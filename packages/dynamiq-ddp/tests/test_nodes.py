@@ -284,13 +284,19 @@ def test_a_state_averages_over_nodes(ranks, random_rows, same_bits):
         assert stats.seconds_node > 0
 
 
-def test_bits_between_nodes_are_those_of_the_budget(ranks, random_rows):
+@pytest.mark.parametrize("every", [0, 2])
+def test_bits_between_nodes_are_those_of_the_budget(every, ranks, random_rows):
     rows = random_rows(4, 50_000)
     group = LocalTransport.group(4)
 
     def work(outer):
         state = DynamiQState(
-            bits=4.0, schedule=hierarchical(2), backend="reference", transport=lambda: group[outer.rank], lanes=1
+            bits=4.0,
+            schedule=hierarchical(2),
+            backend="reference",
+            transport=lambda: group[outer.rank],
+            lanes=1,
+            measure_every=every,
         )
         for _ in range(3):
             state.begin(rows[outer.rank].clone(), index=0).wait()
@@ -300,10 +306,10 @@ def test_bits_between_nodes_are_those_of_the_budget(ranks, random_rows):
 
     for stats in ranks(4, work):
         assert 3.9 < stats.bits_between_nodes <= 4.0
+        assert (stats.bytes_measurement > 0) == bool(every)
         assert stats.bits_per_coordinate == pytest.approx(8 * stats.bytes_sent / stats.coordinates)
-        assert stats.bits_per_coordinate == pytest.approx(
-            (2 * 32 + 4.0) / 3, rel=0.01
-        )  # 32 bits for two moves of three
+        own = 8 * (stats.bytes_sent - stats.bytes_measurement) / stats.coordinates
+        assert own == pytest.approx((2 * 32 + 4.0) / 3, rel=0.01)  # 32 bits for two moves of three
 
 
 def test_the_hook_averages_over_nodes(ddp_ranks):

@@ -26,7 +26,7 @@ class Stats:
         coordinates: coordinates that this rank had to move, however many bits each: 2 (n - 1) / n times those of the
             gradient for a ring.
         bits_per_coordinate: 8 (``bytes_sent`` - ``bytes_probe``) / ``coordinates``; 0 when nothing was sent.
-        bits_between_nodes: the same without what was sent and moved inside a node.
+        bits_between_nodes: the same without what was sent and moved inside a node, and without measurements.
         seconds_agreement: spent comparing.
         seconds_node: spent inside a node, adding up and exchanging.
         seconds_statistics: spent in phase 1, its messages and the plan included.
@@ -72,7 +72,7 @@ def collect(lanes: Sequence[Lane], *, steps: int, seconds_exposed: float, second
     """Add up what all lanes have done. Waits for the device, on CUDA."""
     meters = [lane.meter for lane in lanes]
     sent = sum(meter.bytes_sent for meter in meters)
-    probe, node = (sum(meter.bytes[phase] for meter in meters) for phase in ("probe", "node"))
+    probe, node, aside = (sum(meter.bytes[phase] for meter in meters) for phase in ("probe", "node", "measurement"))
     coordinates = sum(meter.coordinates for meter in meters)
     between = coordinates - sum(meter.coordinates_node for meter in meters)
     expected = [lane.quality.expected() for lane in lanes]
@@ -88,10 +88,10 @@ def collect(lanes: Sequence[Lane], *, steps: int, seconds_exposed: float, second
         bytes_node=node,
         bytes_statistics=sum(meter.bytes["statistics"] for meter in meters),
         bytes_gradient=sum(meter.bytes["gradient"] for meter in meters),
-        bytes_measurement=sum(meter.bytes["measurement"] for meter in meters),
+        bytes_measurement=aside,
         coordinates=coordinates,
         bits_per_coordinate=8 * (sent - probe) / coordinates if coordinates else 0.0,
-        bits_between_nodes=8 * (sent - probe - node) / between if between else 0.0,
+        bits_between_nodes=8 * (sent - probe - node - aside) / between if between else 0.0,
         seconds_agreement=sum(meter.seconds("agreement") for meter in meters),
         seconds_node=sum(meter.seconds("node") for meter in meters),
         seconds_statistics=sum(meter.seconds("statistics") for meter in meters),
