@@ -1,6 +1,8 @@
 """What the command line prints."""
 
 import json
+import runpy
+import sys
 from importlib import metadata
 
 import pytest
@@ -30,3 +32,12 @@ def test_without_a_command_it_teaches_and_fails(capsys: pytest.CaptureFixture[st
         main([])
     assert exit_.value.code == 2
     assert "doctor" in capsys.readouterr().err
+
+
+def test_runs_as_a_module(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "dynamiq_ddp.cli")
+    monkeypatch.setattr(sys, "argv", ["dynamiq-ddp", "compare", "no-such-file.pt"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("dynamiq_ddp.cli", run_name="__main__")
+    assert stopped.value.code == 2
+    assert "no-such-file.pt cannot be read" in capsys.readouterr().err
