@@ -67,13 +67,18 @@ def _load(path: Path) -> list[Tensor]:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{path} cannot be read: {reason}") from error
     if isinstance(held, Tensor):
-        return [held]
+        held = [held]
     if isinstance(held, Mapping):
         held = [held[name] for name in sorted(held, key=_natural)]
     if not isinstance(held, (list, tuple)) or not held or not all(isinstance(entry, Tensor) for entry in held):
         raise InputError(
             f"{path} holds no tensors, but {type(held).__name__}; allowed: a tensor [n, d], or one per rank"
         )
+    for entry in held:
+        if entry.layout != torch.strided or entry.is_meta:
+            raise InputError(
+                f"{path} holds a tensor that is {entry.layout} on {entry.device}; allowed: torch.strided, with data"
+            )
     return list(held)
 
 

@@ -68,7 +68,10 @@ def run(options: argparse.Namespace) -> None:
     output.check(options)
     if options.plot is not None:
         output.plotting()
-    device = torch.device(options.device)
+    try:
+        device = torch.device(options.device)
+    except RuntimeError as error:
+        raise ConfigError(f"device cannot be {options.device!r}; allowed: cpu, cuda or cuda:NUMBER") from error
     gradients = load_gradients(options.files, limit=options.limit).to(device)
     available, d = gradients.shape
     numbers = options.ranks or [available]
