@@ -22,7 +22,7 @@ STEPS = 2
 DRAWS = REPEATS * STEPS
 assert DRAWS > 10_000
 
-WAYS = [("ring", 4), ("butterfly", 4), ("butterfly", 3), ("direct", 4)]
+WAYS = [("ring", 4), ("butterfly", 4), ("butterfly", 3), ("direct", 4), ("hierarchical:2", 4)]
 """Schedules and numbers of ranks; three ranks are no power of two, so that one folds into another first."""
 
 
