@@ -67,6 +67,26 @@ def test_a_change_on_one_rank_is_an_error_on_all_well_before_the_timeout(change,
                 assert "something else" not in held[rank]
 
 
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_an_exempt_function_that_fails_on_one_rank_is_an_error_on_all(steps_before, states):
+    parameters = [[nn.Parameter(torch.zeros(50, 100))]]
+
+    def work(state, rank):
+        for _ in range(steps_before):
+            step(state, [torch.ones(5000)], parameters)
+        if rank == 1:
+            state.exempt = lambda parameter: parameter.grad.any()  # there is no gradient
+        tensor, began = torch.ones(5000), time.monotonic()
+        error = failure(state, [tensor], parameters)
+        assert time.monotonic() - began < PROMPT
+        assert (tensor == 1).all()
+        return str(error)
+
+    texts = states(3, work, timeout=6 * PROMPT)
+    assert "'NoneType' object has no attribute 'any'" in texts[1]
+    assert all("problem: " in text and "on rank 1" in text for text in (texts[0], texts[2]))
+
+
 def test_a_change_on_one_rank_over_gloo_is_raised_as_itself(ddp_ranks):
     """What a training loop sees: the typed error, out of backward, on every rank."""
 

@@ -109,7 +109,7 @@ class Exemption:
             parameters: of the bucket, in order.
 
         Raises:
-            ConfigError: the parameters that were listed are gone, as after pickling.
+            ConfigError: the parameters that were listed are gone, as after pickling, or the function raised an error.
             InputError: the parameters are not given, so nobody can tell.
         """
         if self._forgotten:
@@ -153,11 +153,23 @@ class Exemption:
         """Decided once for each parameter, so that it cannot change unnoticed on one rank."""
         reference, decision = self._decided.get(id(parameter), (None, False))
         if reference is None or reference() is not parameter:
-            decision = self._predicate is not None and bool(self._predicate(parameter))
+            decision = self._ask(parameter)
             listed = self._listed.get(id(parameter))
             decision = decision or (listed is not None and listed() is parameter)
             self._decided[id(parameter)] = weakref.ref(parameter), decision
         return decision
+
+    def _ask(self, parameter: Tensor) -> bool:
+        """What the user's function says. It may fail on one rank alone, and then the others have to be told."""
+        if self._predicate is None:
+            return False
+        try:
+            return bool(self._predicate(parameter))
+        except Exception as error:
+            raise ConfigError(
+                f"exempt cannot be {self._predicate!r}, which raised {error!r} for a parameter of shape "
+                f"{tuple(parameter.shape)}; allowed: a function that says True or False"
+            ) from error
 
     def __getstate__(self) -> dict[str, Any]:
         """A function that can be pickled; of parameters only that there were some."""
