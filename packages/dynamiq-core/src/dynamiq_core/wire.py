@@ -32,8 +32,8 @@ SMALL = 16
 LARGEST_NUMEL = 2**35 - SUPER_GROUP
 """Largest d: beyond it the 32-bit lane counter of the random numbers would wrap."""
 
-LARGEST_MESSAGE = 2**31 - 1
-"""Most bytes of a message: offsets in a plan are 32-bit integers."""
+LARGEST_MESSAGE = 2**31 - 2**24
+"""Most bytes of a message: offsets in a plan are 32-bit integers, and kernels count a stride past the end with them."""
 
 
 def chunk_lengths(numel: int, chunks: int) -> tuple[int, ...]:
