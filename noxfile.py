@@ -167,7 +167,7 @@ def torch_versions(session: nox.Session, which: str) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The site with every warning an error, then the examples in its pages."""
-    install(session, "sphinx", "furo", "myst-parser", packages=[*BELOW_DDP, "packages/dynamiq-ddp"])
+    install(session, "sphinx", "furo", "myst-parser", "pytest", packages=[*BELOW_DDP, "packages/dynamiq-ddp"])
     for builder in ("html", "doctest"):
         session.run("sphinx-build", "-n", "-W", "--keep-going", "-q", "-b", builder, "docs", f"docs/_build/{builder}")
     session.log("docs/_build/html/index.html")
