@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,14 @@ from dynamiq_core import ConfigError
 from dynamiq_ddp.capture import capture
 from dynamiq_ddp.gradient_files import load_gradients
 
+_GENERATOR = threading.Lock()
+"""Ranks are threads here, and share torch's global generator."""
+
 
 def train(group, folder: Path | None, steps: int = 3):
     """Each rank has its own input; returns this rank's own gradients by step, and the parameters at the end."""
     rank = group.rank()
-    with torch.random.fork_rng():
+    with _GENERATOR, torch.random.fork_rng():
         torch.manual_seed(0)
         layers = (torch.nn.Linear(40, 30), torch.nn.Linear(30, 5))
     net = torch.nn.Sequential(*layers)

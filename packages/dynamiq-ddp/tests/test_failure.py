@@ -116,9 +116,10 @@ def test_a_complaint_is_not_hidden_by_what_another_lane_has_lost():
     """A peer that has seen the wrong header too may leave all its lanes before this rank has read its own."""
     complaint = CommunicationError("rank 1 sent a wrong step", (1,), step=3, bucket=0)
     lanes = Lanes([LocalTransport.group(1)[0] for _ in range(2)])
-    met = threading.Event()
+    begun, met = threading.Event(), threading.Event()
 
     def complain(lane):
+        begun.set()
         assert met.wait(30.0)
         raise complaint
 
@@ -127,6 +128,7 @@ def test_a_complaint_is_not_hidden_by_what_another_lane_has_lost():
         raise CommunicationError(str(lost), lost.peers, step=3, bucket=1) from lost
 
     _, first = lanes.begin(0, complain, torch.device("cpu"))
+    assert begun.wait(30.0)  # after an error, what has not begun is not begun any more
     _, second = lanes.begin(1, lose, torch.device("cpu"))
     assert second.wait().peers == (2,)
     met.set()
