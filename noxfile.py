@@ -24,7 +24,7 @@ LAYERS = {
     "core": ["packages/dynamiq-core"],
     "kernels": ["packages/dynamiq-core", "packages/dynamiq-kernels[cpu,triton]"],
     "transport": ["packages/dynamiq-transport[mpi]"],
-    "ddp": [*BELOW_DDP, "packages/dynamiq-ddp[cpu,mpi,plot]"],
+    "ddp": [*BELOW_DDP, "packages/dynamiq-ddp[cpu,mpi,plot,safetensors]"],
 }
 """What each layer's tests may import: the layer itself and those below."""
 

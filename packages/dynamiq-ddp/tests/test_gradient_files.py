@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import struct
+import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dynamiq_core import InputError
 from dynamiq_ddp.gradient_files import load_gradients
 
 ROWS = torch.arange(24.0).view(2, 12)
-
-
-def safetensors(path, tensors: dict[str, torch.Tensor], names: dict[torch.dtype, str]) -> None:
-    """As the format's description says: length, header, bytes."""
-    header, blob = {"__metadata__": {"format": "pt"}}, b""
-    for name, tensor in tensors.items():
-        raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-        offsets = [len(blob), len(blob) + len(raw)]
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        blob += raw
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + blob)
-
-
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int8: "I8"}
 
 
 @pytest.mark.parametrize(
@@ -54,13 +39,13 @@ def test_several_files_in_their_order(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_safetensors(dtype, tmp_path):
-    """Numbers in names count as numbers, and values need not be aligned."""
+    """Numbers in names count as numbers."""
     tensors = {f"rank{rank}": ROWS[0].to(dtype) + rank for rank in (10, 9, 1)}
-    safetensors(tmp_path / "g.safetensors", tensors, NAMES)
+    save_file(tensors, tmp_path / "g.safetensors")
     rows = load_gradients([tmp_path / "g.safetensors"])
     assert rows.dtype == (torch.float32 if dtype == torch.float64 else dtype)
     assert torch.equal(rows.float(), ROWS[0] + torch.tensor([[1.0], [9.0], [10.0]]))
-    safetensors(tmp_path / "m.safetensors", {"all": ROWS.to(dtype)}, NAMES)
+    save_file({"all": ROWS.to(dtype)}, tmp_path / "m.safetensors")
     assert torch.equal(load_gradients([tmp_path / "m.safetensors"]).float(), ROWS)
 
 
@@ -91,14 +76,21 @@ def test_what_is_not_gradients_is_named(held, message, tmp_path):
 def test_files_that_cannot_be_read_are_named(name, tmp_path):
     for text in ("text.pt", "text.safetensors"):
         (tmp_path / text).write_text("these are no gradients at all")
-    safetensors(tmp_path / "i8.safetensors", {"x": ROWS.to(torch.int8)}, NAMES)
+    save_file({"x": ROWS.to(torch.int8)}, tmp_path / "i8.safetensors")
     with pytest.raises(InputError, match=name):
         load_gradients([tmp_path / name])
 
 
 def test_a_truncated_safetensors_file_is_an_error(tmp_path):
     path = tmp_path / "g.safetensors"
-    safetensors(path, {"all": ROWS}, NAMES)
+    save_file({"all": ROWS}, path)
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(InputError, match="no safetensors file"):
+    with pytest.raises(InputError, match=r"g\.safetensors cannot be read"):
         load_gradients([path])
+
+
+def test_a_missing_library_is_named(tmp_path, monkeypatch):
+    save_file({"all": ROWS}, tmp_path / "g.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(InputError, match=r"needs the package safetensors.*dynamiq-ddp\[safetensors\]"):
+        load_gradients([tmp_path / "g.safetensors"])

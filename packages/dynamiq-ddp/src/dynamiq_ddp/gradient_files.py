@@ -5,12 +5,9 @@ Shapes: n ranks, d coordinates.
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +16,8 @@ from dynamiq_core import InputError
 
 from .engine import DTYPES
 
-_SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_LENGTH = struct.Struct("<Q")
+READABLE = (torch.float64, *DTYPES)
+"""What a file may hold; float64 becomes float32."""
 
 
 def load_gradients(paths: Sequence[Path], *, limit: int | None = None) -> Tensor:
@@ -51,9 +48,6 @@ def load_gradients(paths: Sequence[Path], *, limit: int | None = None) -> Tensor
         sizes = ", ".join(f"{row.numel():,}" for row in rows[:9])
         raise InputError(f"gradients must have the same number of coordinates on every rank, not {sizes}")
     dtypes = {row.dtype for row in rows}
-    if not dtypes <= {*DTYPES, torch.float64}:
-        names = ", ".join(sorted(map(str, dtypes)))
-        raise InputError(f"gradients cannot be {names}; allowed: float64, {', '.join(map(str, DTYPES))}")
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     return torch.stack([row[:limit] for row in rows]).to(torch.float32 if dtype == torch.float64 else dtype)
 
@@ -79,29 +73,20 @@ def _load(path: Path) -> list[Tensor]:
             raise InputError(
                 f"{path} holds a tensor that is {entry.layout} on {entry.device}; allowed: torch.strided, with data"
             )
+        if entry.dtype not in READABLE:
+            raise InputError(f"{path}: gradients cannot be {entry.dtype}; allowed: {', '.join(map(str, READABLE))}")
     return list(held)
 
 
 def _load_safetensors(path: Path) -> dict[str, Tensor]:
-    """The format is a length, a header in JSON, and raw bytes; that takes no library."""
-    raw = bytearray(path.read_bytes())
     try:
-        (length,) = _LENGTH.unpack_from(raw)
-        header = json.loads(raw[_LENGTH.size : _LENGTH.size + length])
-        header.pop("__metadata__", None)
-        start = _LENGTH.size + length
-        return {name: _view(raw, start, name, entry) for name, entry in header.items()}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise InputError(f"{path} is no safetensors file of real gradients: {error}") from error
-
-
-def _view(raw: bytearray, start: int, name: str, entry: Mapping[str, Any]) -> Tensor:
-    if entry["dtype"] not in _SAFETENSORS:
-        raise ValueError(f"tensor {name!r} is {entry['dtype']}; allowed: {', '.join(_SAFETENSORS)}")
-    first, end = entry["data_offsets"]
-    # Copied, as a tensor need not start where its dtype could be read.
-    own = bytearray(raw[start + first : start + end])
-    return torch.frombuffer(own, dtype=_SAFETENSORS[entry["dtype"]]).view(entry["shape"])
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise InputError(
+            f"{path} needs the package safetensors, which the extra dynamiq-ddp[safetensors] brings"
+        ) from error
+    held: dict[str, Tensor] = load_file(path)
+    return held
 
 
 def _natural(name: object) -> list[tuple[int, str]]:
