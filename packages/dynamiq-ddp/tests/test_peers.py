@@ -1,9 +1,6 @@
 """Real processes that train with the hook, of which one is killed, stopped, late or lies in mid backward."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,18 +14,12 @@ VICTIM = 1
 
 
 @pytest.fixture(scope="module")
-def survivors():
+def survivors(run_program):
     """What the survivors of each fault report, by rank."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = [sys.executable, str(PROGRAM), str(store.port), str(TIMEOUT), str(REPEATS)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        out, err = process.communicate(timeout=200)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        pytest.fail(f"hung:\n{out[-3000:]}\n{err[-3000:]}")
-    assert process.returncode == 0, err[-5000:]
+    status, out, err = run_program(words, timeout=200)
+    assert status == 0, err[-5000:]
     return [json.loads(line) for line in out.splitlines()]
 
 
