@@ -1,23 +1,30 @@
-"""Loss against wall-clock time, with every way to average gradients, on networks of several rates.
+r"""Loss against wall-clock time, with every way to average gradients, on networks of several rates.
 
 Loss by step does not depend on the network, and seconds per step do not depend on how far training is. So each is
-measured once: ``train`` whole runs without a limit, and ``train --only`` a few steps on each network.
+measured once: ``train`` whole runs without a limit, and ``train --only`` a few steps on each network; ``report`` puts
+them together, and beside them whole runs on a limited network, which must agree.
 
-    python -m torch.distributed.run --nproc-per-node 4 packages/dynamiq-ddp/benchmarks/time_to_accuracy \\
-        train gpt --steps 100 --out runs.jsonl
-    python packages/dynamiq-ddp/benchmarks/network.py --ranks 4 --rate 200mbit -- \\
-        python packages/dynamiq-ddp/benchmarks/time_to_accuracy train gpt --steps 100 --only 8 --network 200mbit --out runs.jsonl
+    python packages/dynamiq-ddp/benchmarks/time_to_accuracy all gpt --out gpt.jsonl
+    python packages/dynamiq-ddp/benchmarks/time_to_accuracy all minilm --out minilm.jsonl
+    python packages/dynamiq-ddp/benchmarks/time_to_accuracy report gpt.jsonl minilm.jsonl --out folder
+
+``all`` runs ``train`` many times, on four ranks and behind `network.py`, which needs the rights of root; about an hour
+and a half for each task on two cores. By hand, one of its commands is
+
+    python packages/dynamiq-ddp/benchmarks/network.py --ranks 4 --rate 200mbit -- \
+        python packages/dynamiq-ddp/benchmarks/time_to_accuracy \
+        train gpt --steps 100 --only 10 --network 200mbit --out gpt.jsonl
 
 Every run is a line of the file. What is there already is not run again, so that an interrupted measurement goes on.
 
-Methods:
+Methods are:
 
     fp32                        DDP without a hook
     bf16-hook                   torch's bf16_compress_hook
     powersgd:RANK               torch's PowerSGD hook with error feedback, after two plain steps
     dynamiq:5, mxfp8, ...       a codec as `dynamiq-ddp compare --help` names it, on every schedule
     dynamiq:2+                  the same with error feedback
-"""  # noqa: E501  # commands are whole lines
+"""
 
 from __future__ import annotations
 
@@ -29,8 +36,11 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import everything
+import report
 import torch
 import torch.distributed as dist
+from capture import capture
 from methods import NAMES, methods
 from tasks import TASKS
 from training import Plan, Run, train
@@ -93,6 +103,11 @@ def measure(options: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
+def tell(options: argparse.Namespace) -> None:
+    """Put together what files hold."""
+    report.write((run for path in options.runs for run in read(path)), options.out)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -109,6 +124,25 @@ def main() -> None:
     training.add_argument("--threads", type=int, default=1, help="of each rank")
     training.add_argument("--out", type=Path, required=True, help="file to which every run is added as a line")
     training.set_defaults(run=measure)
+
+    whole = commands.add_parser("all", help="everything that the page of results needs, for one task")
+    whole.add_argument("task", choices=TASKS)
+    whole.add_argument("--out", type=Path, required=True, help="file to which every run is added as a line")
+    whole.set_defaults(run=lambda options: everything.measure(options.task, options.out))
+
+    capturing = commands.add_parser("capture", help="keep the gradients of many workers, for gradient_error.py --files")
+    capturing.add_argument("task", choices=TASKS)
+    capturing.add_argument("--workers", type=int, default=16)
+    capturing.add_argument("--steps", type=int, default=60, help="that the learning rate is planned for")
+    capturing.add_argument("--step", type=int, default=20, help="at which the gradients are kept")
+    capturing.add_argument("--seed", type=int, default=0)
+    capturing.add_argument("--out", type=Path, required=True, help="file for the float32 tensor [workers, d]")
+    capturing.set_defaults(run=capture)
+
+    reporting = commands.add_parser("report", help="tables and a picture of what was measured")
+    reporting.add_argument("runs", type=Path, nargs="+", help="files of train")
+    reporting.add_argument("--out", type=Path, required=True, help="folder for tables in Markdown and a picture")
+    reporting.set_defaults(run=tell)
 
     options = parser.parse_args()
     try:

