@@ -26,7 +26,7 @@ class Length(NamedTuple):
     only: int
 
 
-LENGTHS = {"gpt": Length(100, 10), "minilm": Length(60, 5)}
+LENGTHS = {"gpt": Length(100, 10), "minilm": Length(40, 5)}
 
 
 def launches(task: str, out: Path) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -93,12 +93,29 @@ class Installed:
         elif self.method.name.startswith(POWERSGD):
             rank = int(self.method.name.removeprefix(POWERSGD))
             state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=PLAIN_STEPS)
-            model.register_comm_hook(state, powerSGD_hook)
+            model.register_comm_hook(state, powersgd_one_bucket_at_a_time())
 
     def close(self) -> None:
         """End the state's threads."""
         if self.state is not None:
             self.state.close()
+
+
+def powersgd_one_bucket_at_a_time() -> Callable[..., torch.futures.Future]:
+    """torch's PowerSGD hook, in which a bucket waits for the one before.
+
+    It starts the second and third of its collectives when the one before is done. With several buckets under way, that
+    is in another order on every rank: Gloo then gives a rank the numbers of another bucket, or ends the process.
+    """
+    under_way: list[torch.futures.Future] = []
+
+    def hook(state, bucket):
+        for before in under_way:
+            before.wait()
+        under_way[:] = [powerSGD_hook(state, bucket)]
+        return under_way[0]
+
+    return hook
 
 
 def bf16_by_gloo(state, bucket):
