@@ -98,7 +98,7 @@ def visit_math_block(translator: HTML5Translator, node: nodes.math_block) -> Non
 def sort_cells(app: Sphinx, doctree: nodes.document) -> None:
     """Tell the style which cells of tables hold a number, and which hold much text."""
     for cell in doctree.findall(nodes.entry):
-        if re.match(r"[-+−]?\d[\d,.]*(e[-+]?\d+)?( ms| MB| %)?( \(.*\))?$", cell.astext()):
+        if re.match(r"[-+−]?\d[\d,.]*(e[-+]?\d+)?( ms| MB| %)?( \([-\d,.x %]+\))?$", cell.astext()):
             cell["classes"].append("number")
         elif len(cell.astext()) > 24:
             cell["classes"].append("prose")

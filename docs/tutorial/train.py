@@ -28,12 +28,10 @@ model = nn.Sequential(nn.Embedding(128, 32), nn.Flatten(), nn.Linear(32 * CONTEX
 model = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
-# [hook]
 state = None
 if options.bits is not None:
     state = DynamiQState(bits=options.bits, measure_every=options.measure_every)
     model.register_comm_hook(state, dynamiq_hook)
-# [end of hook]
 
 batches = torch.Generator().manual_seed(1 + rank)  # other data on every rank
 for step in range(1, STEPS + 1):
@@ -47,7 +45,7 @@ for step in range(1, STEPS + 1):
         if rank == 0:
             print(f"step {step:3}  loss {loss:.2f}")
 
-# [report]
+# The report.
 parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
 first = parameters.clone()
 dist.broadcast(first, src=0)
