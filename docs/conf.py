@@ -86,11 +86,13 @@ def mathml(node: nodes.math | nodes.math_block, display: str) -> str:
 
 
 def visit_math(translator: HTML5Translator, node: nodes.math) -> None:
+    """Draw a formula within a line."""
     translator.body.append(mathml(node, "inline"))
     raise nodes.SkipNode
 
 
 def visit_math_block(translator: HTML5Translator, node: nodes.math_block) -> None:
+    """Draw a formula of its own."""
     translator.body.append(f'<div class="math">{mathml(node, "block")}</div>')
     raise nodes.SkipNode
 

@@ -1,4 +1,4 @@
-"""Learn to predict the next byte of this repository's licence, on as many ranks as torchrun starts."""
+"""Learn to predict the next byte of this repository's licence, on the ranks of torchrun."""
 
 import argparse
 from pathlib import Path
@@ -13,18 +13,19 @@ from dynamiq_ddp import DynamiQState, dynamiq_hook
 CONTEXT, BATCH, STEPS = 8, 64, 200
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--bits", type=float, help="budget per coordinate; without it gradients travel as float32")
-parser.add_argument("--measure-every", type=int, default=0, help="steps between two measurements of the error")
+parser.add_argument("--bits", type=float, help="budget; without it gradients travel as float32")
+parser.add_argument("--measure-every", type=int, default=0, help="steps between measurements")
 options = parser.parse_args()
 
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 
 text = torch.tensor(list((Path(__file__).parents[2] / "LICENSE").read_bytes()))
-windows = text.unfold(0, CONTEXT + 1, 1)  # every 9 bytes in a row: 8 to look at, and the one to predict
+windows = text.unfold(0, CONTEXT + 1, 1)  # 8 bytes to look at, and one to predict
 
 torch.manual_seed(0)  # the same model on every rank
-model = nn.Sequential(nn.Embedding(128, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 256), nn.ReLU(), nn.Linear(256, 128))
+layers = nn.Embedding(128, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 256), nn.ReLU(), nn.Linear(256, 128)
+model = nn.Sequential(*layers)
 model = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
