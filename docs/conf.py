@@ -47,6 +47,7 @@ python_use_unqualified_type_names = True
 # type variables have no page of their own.
 _others = "|".join(sorted({*sys.stdlib_module_names, "mpi4py", "numpy", "torch"}))
 nitpick_ignore_regex = [("py:.*", rf"({_others})(\..*)?"), ("py:.*", r"(dynamiq_[\w.]+\.)?[A-Z]"), ("py:.*", "Tensor")]
+_number = re.compile(r"[-+−]?\d[\d,.]*(e[-+]?\d+|–\d+)?( ms| MB| %)?( \([-\d,.x %]+\))?")
 # Types that stand in a public signature, but that no user makes or names.
 nitpick_ignore = [
     ("py:class", "Transfer"),
@@ -98,12 +99,15 @@ def visit_math_block(translator: HTML5Translator, node: nodes.math_block) -> Non
 
 
 def sort_cells(app: Sphinx, doctree: nodes.document) -> None:
-    """Tell the style which cells of tables hold a number, and which hold much text."""
-    for cell in doctree.findall(nodes.entry):
-        if re.match(r"[-+−]?\d[\d,.]*(e[-+]?\d+)?( ms| MB| %)?( \([-\d,.x %]+\))?$", cell.astext()):
-            cell["classes"].append("number")
-        elif len(cell.astext()) > 24:
-            cell["classes"].append("prose")
+    """Tell the style which cells of tables hold a number, among others of their column, and which hold much text."""
+    for body in doctree.findall(nodes.tbody):
+        for column in zip(*(row.children for row in body), strict=True):
+            numbers = [cell for cell in column if _number.fullmatch(cell.astext())]
+            for cell in numbers if 2 * len(numbers) > len(column) else []:
+                cell["classes"].append("number")
+            for cell in column:
+                if len(cell.astext()) > 24:
+                    cell["classes"].append("prose")
 
 
 def setup(app: Sphinx) -> None:
