@@ -36,7 +36,9 @@ html_math_renderer = "mathml"
 
 default_role = "code"
 add_module_names = False
+maximum_signature_line_length = 80
 autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_mock_imports = ["mpi4py"]  # which needs an MPI library to be imported
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 doctest_test_doctest_blocks = ""  # examples in docstrings are run by pytest, with the names of their module
@@ -45,7 +47,7 @@ python_use_unqualified_type_names = True
 
 # Names of other projects are printed, not linked: the site builds without a network. A name of ours must resolve;
 # type variables have no page of their own.
-_others = "|".join(sorted({*sys.stdlib_module_names, "mpi4py", "numpy", "torch"}))
+_others = "|".join(sorted({*sys.stdlib_module_names, "MPI", "mpi4py", "numpy", "torch"}))
 nitpick_ignore_regex = [("py:.*", rf"({_others})(\..*)?"), ("py:.*", r"(dynamiq_[\w.]+\.)?[A-Z]"), ("py:.*", "Tensor")]
 _number = re.compile(r"[-+−]?\d[\d,.]*(e[-+]?\d+|–\d+)?( ms| MB| %)?( \([-\d,.x %]+\))?")
 # Types that stand in a public signature, but that no user makes or names.
