@@ -13,8 +13,8 @@ from dynamiq_ddp import DynamiQState, dynamiq_hook
 CONTEXT, BATCH, STEPS = 8, 64, 200
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--bits", type=float, help="budget; without it gradients travel as float32")
-parser.add_argument("--measure-every", type=int, default=0, help="steps between measurements")
+parser.add_argument("--bits", type=float, help="budget; float32 without it")
+parser.add_argument("--measure-every", type=int, default=0, help="in steps")
 options = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -24,8 +24,8 @@ text = torch.tensor(list((Path(__file__).parents[2] / "LICENSE").read_bytes()))
 windows = text.unfold(0, CONTEXT + 1, 1)  # 8 bytes to look at, and one to predict
 
 torch.manual_seed(0)  # the same model on every rank
-layers = nn.Embedding(128, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 256), nn.ReLU(), nn.Linear(256, 128)
-model = nn.Sequential(*layers)
+layers = nn.Linear(32 * CONTEXT, 256), nn.ReLU(), nn.Linear(256, 128)
+model = nn.Sequential(nn.Embedding(128, 32), nn.Flatten(), *layers)
 model = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
@@ -58,7 +58,7 @@ if rank == 0:
         stats = state.stats()
         print(f"bits per coordinate: {stats.bits_per_coordinate:.2f}")
         print(f"sent by rank 0: {stats.bytes_sent / 1e6:.2f} MB")
-        print(f"vNMSE: {stats.predicted_vnmse:.1e} predicted", end="")
-        print("" if stats.measured_vnmse is None else f", {stats.measured_vnmse:.1e} measured")
+        measured = "" if stats.measured_vnmse is None else f", {stats.measured_vnmse:.1e} measured"
+        print(f"vNMSE: {stats.predicted_vnmse:.1e} predicted{measured}")
         print(f"backend: {stats.backend}")
 dist.destroy_process_group()
