@@ -166,10 +166,12 @@ def torch_versions(session: nox.Session, which: str) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The site with every warning an error, then the examples in its pages."""
-    install(session, "sphinx", "furo", "myst-parser", "pytest", packages=[*BELOW_DDP, "packages/dynamiq-ddp"])
+    """The site with every warning an error, the examples in its pages, and every link inside it."""
+    tools = ["sphinx", "furo", "myst-parser", "latex2mathml", "pytest"]
+    install(session, *tools, packages=[*BELOW_DDP, "packages/dynamiq-ddp"])
     for builder in ("html", "doctest"):
         session.run("sphinx-build", "-n", "-W", "--keep-going", "-q", "-b", builder, "docs", f"docs/_build/{builder}")
+    session.run("python", "docs/check_site.py", "docs/_build/html")
     session.log("docs/_build/html/index.html")
 
 

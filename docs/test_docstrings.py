@@ -74,3 +74,9 @@ def test_errors_are_described(function: Callable[..., Any], text: str) -> None:
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     raised = [node for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc is not None]
     assert not raised or "Raises:" in text or ELSEWHERE.search(text)
+
+
+@pytest.mark.parametrize(("function", "text"), EVERY)
+def test_no_description_reads_as_a_list(function: Callable[..., Any], text: str) -> None:
+    """``n.`` alone would be drawn as an item of a numbered list."""
+    assert not re.search(r"^\s*\w+: \w\.$", text, re.MULTILINE)

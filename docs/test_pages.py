@@ -30,6 +30,8 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^( *)```python *\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 BEFORE = re.compile(r"<!-- (run first|not run):((?:(?!-->).)*)-->\s*\Z", re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
 ANY_PYTHON = re.compile(r"^ *```+ *(python|py|pycon)\b.*$", re.MULTILINE)
 
 
@@ -99,3 +101,19 @@ def test_what_is_named_exists(page: Path) -> None:
     assert not missing
     sessions = set(re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE))
     assert set(re.findall(r"nox -s \"?(\w+)", text)) <= sessions
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_to_files(page: Path) -> None:
+    """Sphinx follows those of its own pages; READMEs are read where they lie."""
+    targets = [target for target in LINK.findall(page.read_text()) if not target.startswith(("https://", "http://"))]
+    assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_rows_of_a_table_have_its_columns(page: Path) -> None:
+    """A bar inside a cell, even in code, begins the next cell, and what does not fit into a row is dropped."""
+    table: list[str] = []
+    for line in page.read_text().splitlines():
+        table = [*table, line] if ROW.match(line) else []
+        assert not table or line.count("|") == table[0].count("|"), line

@@ -96,3 +96,15 @@ def test_measuring_changes_nothing_but_what_is_sent() -> None:
     assert numbers(measured[6])[1] / numbers(without[6])[1] == pytest.approx(more / bits, rel=2e-3)
     assert measured[7].startswith(without[7] + ", ")
     assert without[8] == measured[8]
+
+
+def test_marked_lines_are_those_of_the_hook() -> None:
+    (marked,) = re.findall(r"^:emphasize-lines: (.*)$", (DOCS / "tutorial.md").read_text(), re.MULTILINE)
+    found = set()
+    for part in marked.split(", "):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    lines = (DOCS / "tutorial" / "train.py").read_text().splitlines()
+    start = lines.index("state = None")
+    imports = next(number for number, line in enumerate(lines) if "import DynamiQState" in line)
+    assert found == {imports + 1, *range(start + 1, lines.index("", start) + 1)}

@@ -62,7 +62,7 @@ def table(left: dict[str, dict[int, float]]) -> list[tuple[str, ...]]:
 def draw(left: dict[str, dict[int, float]], path: Path) -> None:
     """What is left against the number of draws."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(6, 3.2), layout="constrained")
+        figure = Figure(figsize=(4.8, 3.2), layout="constrained")
         axes = figure.subplots()
         for rounding, marker in zip(ROUNDINGS, ("s-", "o-", "^--"), strict=True):
             axes.plot(*zip(*left[rounding].items(), strict=True), marker, color=COLOURS[rounding], label=rounding)

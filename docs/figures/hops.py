@@ -67,7 +67,7 @@ def table(errors: dict[tuple[str, str], list[float]]) -> list[tuple[str, ...]]:
 def draw(errors: dict[tuple[str, str], list[float]], path: Path) -> None:
     """Both comparisons one above the other, with what the gain of each schedule predicts as thin lines."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 5.6), layout="constrained")
+        figure = Figure(figsize=(4.8, 5.6), layout="constrained")
         left, right = figure.subplots(2, 1, sharex=True)
         for rounding in ROUNDINGS:
             left.plot(RANKS, errors[rounding, "ring"], "o-", color=COLOURS[rounding], label=rounding)

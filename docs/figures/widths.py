@@ -70,7 +70,7 @@ def table(worth: dict[str, tuple[float, float, float]]) -> list[tuple[str, ...]]
 def draw(allocations: dict[float, Allocation], path: Path) -> None:
     """Width against energy, one colour for each budget."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+        figure = Figure(figsize=(4.8, 3.4), layout="constrained")
         axes = figure.subplots()
         for shade, (bits, (energy, width)) in zip(SHADES, allocations.items(), strict=True):
             order = energy.argsort()[(energy == 0).sum() :]

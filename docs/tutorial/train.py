@@ -1,4 +1,4 @@
-"""Learn to predict the next byte of this repository's licence, on as many ranks as torchrun starts."""
+"""Learn to predict the next byte of this repository's licence, on the ranks of torchrun."""
 
 import argparse
 from pathlib import Path
@@ -13,27 +13,26 @@ from dynamiq_ddp import DynamiQState, dynamiq_hook
 CONTEXT, BATCH, STEPS = 8, 64, 200
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--bits", type=float, help="budget per coordinate; without it gradients travel as float32")
-parser.add_argument("--measure-every", type=int, default=0, help="steps between two measurements of the error")
+parser.add_argument("--bits", type=float, help="budget; float32 without it")
+parser.add_argument("--measure-every", type=int, default=0, help="in steps")
 options = parser.parse_args()
 
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 
 text = torch.tensor(list((Path(__file__).parents[2] / "LICENSE").read_bytes()))
-windows = text.unfold(0, CONTEXT + 1, 1)  # every 9 bytes in a row: 8 to look at, and the one to predict
+windows = text.unfold(0, CONTEXT + 1, 1)  # 8 bytes to look at, and one to predict
 
 torch.manual_seed(0)  # the same model on every rank
-model = nn.Sequential(nn.Embedding(128, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 256), nn.ReLU(), nn.Linear(256, 128))
+layers = nn.Linear(32 * CONTEXT, 256), nn.ReLU(), nn.Linear(256, 128)
+model = nn.Sequential(nn.Embedding(128, 32), nn.Flatten(), *layers)
 model = DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
-# [hook]
 state = None
 if options.bits is not None:
     state = DynamiQState(bits=options.bits, measure_every=options.measure_every)
     model.register_comm_hook(state, dynamiq_hook)
-# [end of hook]
 
 batches = torch.Generator().manual_seed(1 + rank)  # other data on every rank
 for step in range(1, STEPS + 1):
@@ -47,7 +46,7 @@ for step in range(1, STEPS + 1):
         if rank == 0:
             print(f"step {step:3}  loss {loss:.2f}")
 
-# [report]
+# The report.
 parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
 first = parameters.clone()
 dist.broadcast(first, src=0)
@@ -59,7 +58,7 @@ if rank == 0:
         stats = state.stats()
         print(f"bits per coordinate: {stats.bits_per_coordinate:.2f}")
         print(f"sent by rank 0: {stats.bytes_sent / 1e6:.2f} MB")
-        print(f"vNMSE: {stats.predicted_vnmse:.1e} predicted", end="")
-        print("" if stats.measured_vnmse is None else f", {stats.measured_vnmse:.1e} measured")
+        measured = "" if stats.measured_vnmse is None else f", {stats.measured_vnmse:.1e} measured"
+        print(f"vNMSE: {stats.predicted_vnmse:.1e} predicted{measured}")
         print(f"backend: {stats.backend}")
 dist.destroy_process_group()

@@ -80,7 +80,7 @@ def test_other_bends(ring, normal) -> None:
 @pytest.mark.parametrize("width", [2, 3, 5, 8])
 @pytest.mark.parametrize("rounding", ["dithered", "independent"])
 def test_a_chain_of_four_hops(width: int, rounding: Any, ring, normal) -> None:
-    """Every hop re-quantises the partial sum; given what happened before, its error has mean zero."""
+    """Every hop requantises the partial sum; given what happened before, its error has mean zero."""
     values = gradients_of(4, normal)
     z = deviations(estimates(codec_of(width, rounding=rounding), values, ring), torch.stack(values).double().mean(0))
     assert_unbiased(z)

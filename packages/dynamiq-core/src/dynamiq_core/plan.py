@@ -82,7 +82,7 @@ def subtracted_mean(mean: Tensor, energy: Tensor, count: Tensor, *, workers: int
         mean: float32 [M], sum of the workers' means divided by n.
         energy: float64 [M], sum over the workers of the squared norms.
         count: int32 [M], real coordinates of each super-group.
-        workers: n.
+        workers: number of ranks n.
         config: ``subtract_mean`` keeps only the NaN that marks a non-finite super-group.
     """
     explained = workers * count * mean.to(torch.float64).square()

@@ -98,9 +98,9 @@ class Codec(ABC, Generic[P]):
 
         Args:
             statistics: bfloat16 [M, K], merged over all workers, bit-identical on every rank; or None.
-            numel: d.
+            numel: number of coordinates d.
             device: where the tensors live.
-            workers: n.
+            workers: number of ranks n.
             chunks: number of chunks of the schedule.
             step: training step; with ``bucket`` and the codec's seed it keys the random numbers.
             bucket: index of the bucket within the step.

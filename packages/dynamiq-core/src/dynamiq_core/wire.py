@@ -52,7 +52,7 @@ def message_sizes(config: CodecConfig, numel: int, chunks: int) -> tuple[int, ..
     Args:
         config: budget, widths and kind of scales.
         numel: d, at least 1.
-        chunks: C.
+        chunks: number of chunks C.
 
     Raises:
         InputError: d is outside what a message can describe, or so few chunks make a message too long.

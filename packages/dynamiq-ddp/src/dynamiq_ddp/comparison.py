@@ -26,7 +26,7 @@ class Row(NamedTuple):
     Attributes:
         codec: its name.
         schedule: the schedule's name.
-        ranks: n.
+        ranks: how many, n.
         bits: on the wire per coordinate and direction: everything that was sent, over the 2 (n - 1) d coordinates that
             any all-reduce has to move.
         vnmse: ``|mean - exact|**2 / |exact|**2``, averaged over the repeats.

@@ -105,7 +105,7 @@ class Exemption:
         """What is exempt in a bucket.
 
         Args:
-            numel: d.
+            numel: number of coordinates d.
             parameters: of the bucket, in order.
 
         Raises:

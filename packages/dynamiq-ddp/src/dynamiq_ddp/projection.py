@@ -62,9 +62,9 @@ def traffic(codec: Codec[Any], statistics: Tensor | None, numel: int, *, schedul
     Args:
         codec: which.
         statistics: of any gradient of d coordinates; messages have the same size whatever the values.
-        numel: d.
+        numel: number of coordinates d.
         schedule: its name.
-        ranks: n.
+        ranks: how many, n.
 
     Raises:
         ConfigError: no such schedule.
@@ -83,7 +83,7 @@ def project(sent: Traffic, *, schedule: str, ranks: int, link: Link, codec_secon
     Args:
         sent: as `traffic` says.
         schedule: its name.
-        ranks: n.
+        ranks: how many, n.
         link: the network.
         codec_seconds: of one rank, for the whole gradient.
 
@@ -106,8 +106,8 @@ def break_even(numel: int, *, ranks: int, bits: float, codec_seconds: float, sto
     A ring moves ``2 (n - 1) / n`` times the gradient. What it saves in bytes has to take longer than the codec.
 
     Args:
-        numel: d.
-        ranks: n.
+        numel: number of coordinates d.
+        ranks: how many, n.
         bits: on the wire per coordinate.
         codec_seconds: for d coordinates.
         stock_bits: of the all-reduce that it is compared with.

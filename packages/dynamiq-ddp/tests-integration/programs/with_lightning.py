@@ -27,16 +27,12 @@ class Regression(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
 
-# begin callback
 class Compress(lightning.Callback):
     def __init__(self, state: DynamiQState) -> None:
         self.state = state
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         trainer.strategy.model.register_comm_hook(self.state, dynamiq_hook)  # DDP, as the strategy has wrapped it
-
-
-# end callback
 
 
 def train(strategy: DDPStrategy, *callbacks: lightning.Callback) -> Regression:

@@ -33,7 +33,6 @@ class Rows(Dataset[dict[str, Tensor]]):
         return {"x": x, "labels": y}
 
 
-# begin callback
 class Compress(TrainerCallback):
     def __init__(self, trainer: Trainer, state: DynamiQState) -> None:
         self.trainer, self.state = trainer, state
@@ -41,9 +40,6 @@ class Compress(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         # The callback's own argument `model` is the model without DistributedDataParallel around it.
         self.trainer.model_wrapped.register_comm_hook(self.state, dynamiq_hook)
-
-
-# end callback
 
 
 def train(folder: Path, state: DynamiQState | None) -> Regression:

@@ -19,7 +19,7 @@ class RangePlan(NamedTuple):
     """Chunks that are contiguous ranges of coordinates, each with messages of a fixed size per coordinate.
 
     Attributes:
-        workers: n.
+        workers: number of ranks n.
         bounds: first coordinate of every chunk, then d; C + 1 values.
         itemsize: bytes of a coordinate in a message.
     """

@@ -20,9 +20,9 @@ class BlockPlan(NamedTuple):
     """Chunks that are ranges of blocks of equal size; the last block is filled up with zeros.
 
     Attributes:
-        workers: n.
-        numel: d.
-        block: B.
+        workers: number of ranks n.
+        numel: number of coordinates d.
+        block: coordinates of a block B.
         bounds: first block of every chunk, then M; C + 1 values.
         block_bytes: bytes of a block in a message.
     """

@@ -39,8 +39,8 @@ class OmniReducePlan(NamedTuple):
     """Which blocks are sent in which chunk.
 
     Attributes:
-        workers: n.
-        numel: d.
+        workers: number of ranks n.
+        numel: number of coordinates d.
         sent: how many blocks each chunk sends.
         order: int64 [C, K], blocks of each chunk by falling norm, of which the first are sent; -1 past the end.
         finite: bool [M], whether all ranks' entries of a block are finite.

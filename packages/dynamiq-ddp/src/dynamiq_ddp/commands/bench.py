@@ -59,7 +59,7 @@ class Advice(NamedTuple):
     """What follows for one codec and size.
 
     Attributes:
-        coordinates: d.
+        coordinates: how many, d.
         codec: its name.
         bits: on the wire per coordinate.
         codec_seconds: that a rank computes.

@@ -80,8 +80,8 @@ def batch(text: Tensor, *, size: int, context: int, step: int, worker: int, seed
 
     Args:
         text: uint8 [bytes], one part of the corpus.
-        size: B.
-        context: T.
+        size: sequences in a batch B.
+        context: bytes of a sequence T.
         step: training step.
         worker: index of the worker.
         seed: seed of the run.

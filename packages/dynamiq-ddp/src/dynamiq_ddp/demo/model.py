@@ -22,7 +22,7 @@ class GPTConfig:
     Attributes:
         width: D, a multiple of twice the number of heads.
         layers: number of blocks.
-        heads: H.
+        heads: number of heads H.
         context: T, the length of the inputs.
     """
 
