@@ -1,4 +1,4 @@
-"""What `DynamiQPlan.expected_error_of` predicts, and what is measured, where its assumptions hold and where they do not.
+"""What `DynamiQPlan.expected_error_of` predicts, and what is measured, where its assumptions hold and where not.
 
 Shapes: n ranks, d coordinates.
 """

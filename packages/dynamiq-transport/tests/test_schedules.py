@@ -6,7 +6,17 @@ from collections import Counter
 
 import pytest
 
-from dynamiq_transport import Schedule, ScheduleFunction, Step, butterfly, check_schedule, common_gain, direct, gain, ring
+from dynamiq_transport import (
+    Schedule,
+    ScheduleFunction,
+    Step,
+    butterfly,
+    check_schedule,
+    common_gain,
+    direct,
+    gain,
+    ring,
+)
 from dynamiq_transport.schedules import encodings
 
 ALL = [ring, butterfly, direct]

@@ -131,8 +131,8 @@ def chained_errors(config: CodecConfig, gain: float) -> tuple[float, ...]:
     """Squared error of a finished sum relative to the energies that went in, for w = 0..8.
 
     An encoding loses the share c of what it is given, and that is the gradients in it *and the errors of the encodings
-    before*. So with every encoding on its way the energy of a gradient and its errors grows by 1 + c. On a ring of n, one
-    gradient each of a chunk passes 1, 2, ..., n encodings, and the sum loses
+    before*. So with every encoding on its way the energy of a gradient and its errors grows by 1 + c. On a ring of n,
+    the gradients of a chunk pass 1, 2, ..., n encodings, and the sum loses
 
         mean over l = 1..n of (1 + c)**l - 1 = (1 + c) / c * ((1 + c)**n - 1) / n - 1.
 
@@ -140,8 +140,8 @@ def chained_errors(config: CodecConfig, gain: float) -> tuple[float, ...]:
     thousand times as much. Other schedules have their gain in place of the ring's, n = 2 gain - 1: within 10 % for the
     butterfly and the direct exchange.
 
-    Without subtracted dither partial sums lie on levels, and the next encoding finds most entries close to one again. Their
-    errors do not feed on one another beyond a factor of 4, and gain * c is what they are.
+    Without subtracted dither partial sums lie on levels, and the next encoding finds most entries close to one again.
+    There it is gain * c: at 64 ranks, measured errors are 1.1 times that at 5 bits, and 3.5 times at 2 bits.
 
     Args:
         config: widths and kind of quantiser.

@@ -52,7 +52,7 @@ class DynamiQPlan:
     nonzero: Tensor
     """int32 [C], how many super-groups have a width above 0."""
     energies: Tensor
-    """float64 [C, K], sum over the workers of the squared norms of every super-group, without the means; 0 past the end."""
+    """float64 [C, K], sum over the workers of the squared norms without the means; 0 past the end."""
     errors: Tensor
     """float64 [C, K], expected squared error of the sum over the workers, if their gradients are uncorrelated."""
 
@@ -85,8 +85,8 @@ class DynamiQPlan:
         """Expected squared error of the sum over the workers, once their mean is known: float64 [].
 
         How much the gradients have in common shows in the energy of their sum. With a correlation of r between any two,
-        a super-group of energy F has a sum of energy F (1 + (n - 1) r) and an error of e (1 + (growth - 1) r), where e is
-        what it would be for r = 0. The mean that came out holds both.
+        a super-group of energy F has a sum of energy F (1 + (n - 1) r) and an error of e (1 + (growth - 1) r), where e
+        is what it would be for r = 0. The mean that came out holds both.
 
         Args:
             mean: what the all-reduce made, float32, bfloat16 or float16 [d].
