@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import bias
+import chain
 import hops
 import prediction
 import widths
@@ -19,6 +20,7 @@ def main(folder: Path = IMAGES) -> list[tuple[str, ...]]:
     widths.draw(widths.measure(), folder / "widths.svg")
     return [
         *hops.table(by_hops),
+        *chain.table(chain.measure()),
         *bias.table(left),
         *widths.table(widths.worth()),
         *prediction.table(prediction.measure()),

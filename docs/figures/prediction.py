@@ -1,4 +1,4 @@
-"""What `DynamiQPlan.expected_error` predicts, and what is measured, where its assumptions hold and where they do not.
+"""What `DynamiQPlan.expected_error_of` predicts, and what is measured, where its assumptions hold and where not.
 
 Shapes: n ranks, d coordinates.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dynamiq_core import CodecConfig, DynamiQ
 from dynamiq_ddp import simulate
-from dynamiq_transport import gain, ring
+from dynamiq_transport import common_gain, gain, ring
 
 RANKS = 4
 NUMEL = 1 << 15
@@ -39,12 +39,13 @@ def cases() -> Iterator[tuple[str, Tensor]]:
     yield "the tutorial's gradients", gradients(RANKS)
 
 
-def predict(rows: Tensor, codec: DynamiQ) -> float:
-    """What `Stats.predicted_vnmse` would be: the expected error relative to the norm of the exact mean."""
+def predict(rows: Tensor, mean: Tensor, codec: DynamiQ) -> float:
+    """What `Stats.predicted_vnmse` would be for this mean: the expected error relative to its norm."""
     n, d = rows.shape
     statistics = codec.merge_statistics([codec.statistics(row) for row in rows])
     plan = codec.plan(statistics, d, device=rows.device, workers=n, chunks=n, gain=gain(ring, n))
-    return float(plan.expected_error / n**2 / rows.double().mean(dim=0).square().sum())
+    expected = plan.expected_error_of(mean, growth=common_gain(ring, n) / gain(ring, n))
+    return float(expected / n**2 / mean.double().square().sum())
 
 
 def measure() -> dict[str, tuple[float, float]]:
@@ -52,8 +53,9 @@ def measure() -> dict[str, tuple[float, float]]:
     codec = DynamiQ(CodecConfig(bits=5.0))
     result = {}
     for name, rows in cases():
-        measured = [simulate(rows, codec=codec, step=step).vnmse for step in range(2)]
-        result[name] = (predict(rows, codec), sum(measured) / len(measured))
+        done = [simulate(rows, codec=codec, step=step) for step in range(2)]
+        predicted = [predict(rows, each.mean, codec) for each in done]
+        result[name] = (sum(predicted) / len(done), sum(each.vnmse for each in done) / len(done))
     return result
 
 

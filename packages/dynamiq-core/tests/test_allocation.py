@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dynamiq_core import CodecConfig, DynamiQ
-from dynamiq_core.allocation import ERRORS, Step, allocate, cost, hull, normalised_errors
+from dynamiq_core.allocation import ERRORS, LARGEST_ERROR, Step, allocate, chained_errors, cost, hull, normalised_errors
 
 STEADY = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -31,7 +31,7 @@ def greedy(energies: list[float], capacity: int, steps: tuple[Step, ...], lowest
 
 
 def error_of(energies: list[float], widths: tuple[int, ...] | list[int], config: CodecConfig, gain: float) -> float:
-    errors = [1.0, *(gain * e for e in normalised_errors(config)[1:])]
+    errors = chained_errors(config, gain)
     return sum(e * errors[w] for e, w in zip(energies, widths, strict=True))
 
 
@@ -137,7 +137,7 @@ def test_the_hull_lies_below_every_width_and_is_convex(widths: tuple[int, ...], 
     assert gains == sorted(gains, reverse=True)
     assert all(g > 0 for g in gains)
     assert lowest == widths[0]
-    errors = [1.0, *(gain * e for e in normalised_errors(config)[1:])]
+    errors = chained_errors(config, gain)
     corners = [(cost(lowest, config), errors[lowest])]
     for step in steps:
         assert cost(step.width, config) == corners[-1][0] + step.bytes
@@ -159,6 +159,30 @@ def test_many_hops_make_few_bits_worthless() -> None:
     assert one_hop == [2, 3, 4, 5, 6, 7, 8]
     assert many[0] > 2
     assert many[-1] == 8
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8, 64])
+@pytest.mark.parametrize("scales", ["log", "linear"])
+def test_errors_on_a_ring_grow_with_every_encoding_that_a_gradient_passes(n: int, scales: Any) -> None:
+    """The closed form against the sum over the gradients, which pass 1, 2, ..., n encodings."""
+    config = CodecConfig(scales=scales)
+    grown = [sum((1 + c) ** hops - 1 for hops in range(1, n + 1)) / n for c in normalised_errors(config)[1:]]
+    expected = [min(error, LARGEST_ERROR) for error in grown]
+    assert chained_errors(config, (n + 1) / 2) == (1.0, *(pytest.approx(error, rel=1e-9) for error in expected))
+
+
+def test_errors_without_subtracted_dither_add_up() -> None:
+    config = CodecConfig(rounding="independent")
+    assert chained_errors(config, 32.5) == (1.0, *(32.5 * c for c in normalised_errors(config)[1:]))
+
+
+def test_any_number_of_hops_leaves_numbers_to_reckon_with() -> None:
+    """Thousands of ranks and one bit: what is worthless stays finite, and the widths above it can be had."""
+    assert max(chained_errors(CodecConfig(), 5000.0)) == LARGEST_ERROR
+    lowest, steps = hull(CodecConfig(), 5000.0, floor=2)
+    assert lowest == 2
+    assert all(0 < s.gain < math.inf for s in steps)
+    assert steps[-1].width == 8
 
 
 @pytest.mark.parametrize("rounding", ["dithered", "independent"])

@@ -69,6 +69,16 @@ def test_predicted_error_of_normal_gradients(bits: float, workers: int, ring, no
         assert error == pytest.approx(predicted, rel=0.05)
 
 
+@pytest.mark.parametrize(("width", "workers"), [(2, 16), (2, 32), (3, 64), (4, 64)])
+def test_predicted_error_of_a_long_ring(width: int, workers: int, ring, normal) -> None:
+    """Errors feed on one another: by a factor of 18 for two bits at 32 ranks."""
+    gradients = list(normal(width, workers, 8192))
+    reduced = ring(gradients, DynamiQ(CodecConfig(widths=(width,), bits=width + 1)), chunks=1)
+    predicted = reduced.plan.expected_error.item() / workers**2
+    error = (reduced.mean.double() - exact_mean(gradients)).square().sum().item()
+    assert error == pytest.approx(predicted, rel=0.12)
+
+
 def test_vnmse_at_five_bits(ring, direct, normal) -> None:
     """Independent normal gradients of one magnitude, the hardest case: measured 1.25e-2 and 0.87e-2."""
     gradients = list(normal(0, 4, 16_384))

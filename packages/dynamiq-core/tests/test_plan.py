@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dynamiq_core import CodecConfig, DynamiQ, DynamiQPlan
-from dynamiq_core.allocation import cost, hull, normalised_errors
+from dynamiq_core.allocation import chained_errors, cost, hull
 from dynamiq_core.config import GROUPS
 from dynamiq_core.plan import MEAN_SHARE
 from dynamiq_core.wire import chunk_lengths, message_sizes
@@ -227,15 +227,55 @@ def test_expected_error_adds_up_what_the_table_says(kind: Any, plan_of, normal) 
     gradients = [mixed(normal, i, 20_000) for i in range(3)]
     plan = plan_of(gradients, codec, gain=1.7)
     rms = codec.merge_statistics([codec.statistics(x) for x in gradients])[:, 1].double()
-    errors = normalised_errors(codec.config)
+    errors = chained_errors(codec.config, 1.7)
     total = 0.0
     for row, widths in zip(plan.index.tolist(), plan.width.tolist(), strict=True):
         for j, width in zip(row, widths, strict=True):
             if j >= 0:
                 energy = rms[j].item() ** 2 * min(256, 20_000 - 256 * j)
-                total += energy * (1.7 * errors[width] if width else 1.0)
+                total += energy * errors[width]
     assert plan.width.min() == 0
     assert plan.expected_error.item() == pytest.approx(total, rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_what_the_gradients_have_in_common_is_learnt_from_their_mean(n: int, plan_of, normal) -> None:
+    """Uncorrelated, equal and opposite gradients in three parts of one tensor, and the exact mean of each."""
+    growth = (2 * n + 1) / 3
+    part = 40 * 256
+    common = mixed(normal, 50, part)
+    weights = torch.linspace(-1.0, 1.0, n) if n > 1 else torch.ones(1)  # they add up to nothing
+    rows = [torch.cat((mixed(normal, 60 + i, part), common, w * common)) for i, w in enumerate(weights)]
+    plan = plan_of(rows, DynamiQ(CodecConfig(subtract_mean=False)))
+    mean = torch.stack(rows).mean(dim=0)
+    # As it would come out: with an error of its own in every super-group.
+    energy = torch.zeros(120, dtype=torch.float64)
+    error = torch.zeros(120, dtype=torch.float64)
+    present = plan.index >= 0
+    energy[plan.index[present].long()] = plan.energies[present]
+    error[plan.index[present].long()] = plan.errors[present]
+    factors = [1.0, growth, 1 - (growth - 1) / max(n - 1, 1)]
+    expected = sum(f * e.sum() for f, e in zip(factors, error.split(40), strict=True))
+    noise = normal(70, 3 * part) * (error / 256).sqrt().repeat_interleave(256) / n
+    if n == 1:
+        factors = [1.0] * 3
+    got = plan.expected_error_of((mean + noise).float(), growth=growth)
+    assert got.item() == pytest.approx(float(expected), rel=0.1)
+    assert plan.expected_error_of(mean, growth=1.0).item() == pytest.approx(plan.expected_error.item(), rel=1e-12)
+
+
+def test_nothing_is_learnt_from_what_is_not_sent(plan_of, normal) -> None:
+    """Zeros, super-groups of width 0, and a mean that is not finite."""
+    zeros = [torch.zeros(1000)] * 3
+    assert plan_of(zeros, DynamiQ()).expected_error_of(zeros[0], growth=3.0) == 0
+    gradients = [mixed(normal, i, 20_000) for i in range(3)]
+    plan = plan_of(gradients, DynamiQ(CodecConfig(widths=(0, 8), bits=1.0)))
+    assert plan.width.max() == 8
+    dropped = plan.errors[plan.width == 0].sum().item()
+    assert plan.expected_error_of(torch.zeros(20_000), growth=3.0).item() >= dropped > 0
+    poisoned = torch.zeros(20_000)
+    poisoned[plan.index[0, 0] * 256] = math.nan
+    assert plan.expected_error_of(poisoned, growth=3.0).isnan()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

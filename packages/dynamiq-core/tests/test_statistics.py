@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynamiq_core.statistics import as_super_groups, counts, merge_statistics, statistics, super_groups
+from dynamiq_core.statistics import as_super_groups, counts, merge_statistics, squared_norms, statistics, super_groups
 
 SIZES = (1, 2, 7, 255, 256, 257, 1000, 100_000)
 
@@ -30,6 +30,14 @@ def test_close_to_float64(numel: int, normal) -> None:
     assert statistics(x).shape == (super_groups(numel), 2)
     assert statistics(x).dtype == torch.bfloat16
     assert_within_bounds(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("numel", SIZES)
+def test_squared_norms(numel: int, dtype: torch.dtype, normal) -> None:
+    x = normal(numel, numel).to(dtype)
+    assert squared_norms(x).dtype == torch.float64
+    torch.testing.assert_close(squared_norms(x), as_super_groups(x).double().square().sum(dim=1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1e4, 1e30, 3e38])

@@ -228,7 +228,7 @@ GOLDEN = {
         ("independent, low budget", CodecConfig(bits=2.5, rounding="independent", seed=2**63 + 5, bend=2.0)),
     ],
 )
-def test_the_bytes_of_version_2(name: str, config: CodecConfig, plan_of) -> None:
+def test_the_bytes_of_version_3(name: str, config: CodecConfig, plan_of) -> None:
     """Messages of a three-worker chain have not changed by a bit. Whoever changes them raises `wire.VERSION`."""
     gradients = [deterministic(6000, salt) for salt in range(3)]
     codec = DynamiQ(config)

@@ -279,7 +279,7 @@ def test_a_state_averages_over_nodes(ranks, random_rows, same_bits):
             assert torch.allclose(small, rows[1].mean(dim=0), rtol=0, atol=1e-6)
             assert torch.allclose(wide, rows[2].mean(dim=0), rtol=0, atol=1e-15)
         assert stats.bytes_node > 0
-        assert 0.2 < stats.measured_vnmse / stats.predicted_vnmse < 5
+        assert stats.measured_vnmse == pytest.approx(stats.predicted_vnmse, rel=0.3)
         assert sum(stats.widths.values()) == pytest.approx(1.0)
         assert stats.seconds_node > 0
 

@@ -62,13 +62,27 @@ def test_at_the_break_even_bandwidth_both_take_as_long():
     assert break_even(D, ranks=6, bits=5, codec_seconds=0) == float("inf")
 
 
-def test_expected_error_is_that_of_independent_gradients():
-    """Those with a part in common have larger partial sums than the codec can know."""
+@pytest.mark.parametrize("schedule", ["ring", "butterfly", "direct"])
+@pytest.mark.parametrize("common", [0.0, 0.5, 1.0])
+def test_expected_error_whatever_the_gradients_have_in_common(common, schedule):
+    """From nothing to everything. Not knowing it would be wrong by factors up to 5 in the ring and 8 in the others."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(4, 200_000, generator=generator)
-    measured, expected = errors(CODECS["dynamiq"], rows, "ring")
+    shared, own = torch.randn(D, generator=generator), torch.randn(8, D, generator=generator)
+    loudness = torch.exp(torch.randn(D // 256, generator=generator)).repeat_interleave(256)
+    rows = loudness * (common**0.5 * shared + (1 - common) ** 0.5 * own)
+    measured, expected = errors(CODECS["dynamiq"], rows, schedule)
     assert measured == pytest.approx(expected, rel=0.1)
-    assert errors(CODECS["mxfp8"], rows, "ring")[1] is None
+    assert errors(CODECS["mxfp8"], rows, schedule)[1] is None
+
+
+def test_a_long_ring_of_small_chunks_keeps_its_error():
+    """64 ranks with four super-groups in a chunk: 0.0062.
+
+    It was 0.10 when the plan knew nothing of errors that feed on one another, and gave two bits to many.
+    """
+    measured, expected = errors(CODECS["dynamiq"], made_gradients(64, 65_536), "ring")
+    assert measured < 0.008
+    assert measured == pytest.approx(expected, rel=0.1)
 
 
 def test_command_measures_where_it_can_and_projects_beyond(tmp_path, capsys):

@@ -15,7 +15,7 @@ from dynamiq_core import CodecConfig, DynamiQ
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 2, 7, 255, 256, 257, 1000, 4097, 70001]
 KINDS = [(scales, rounding) for scales in ("log", "linear") for rounding in ("dithered", "correlated", "independent")]
-MOVED = ("mean", "rows", "scales_at", "nonzero", "expected_error")
+MOVED = ("mean", "rows", "scales_at", "nonzero", "energies", "errors")
 """Tensors of a plan."""
 
 EXTREMES = [1e-45, 1e-38, 1e-36, 1e-30, 1e-6, 1e30, 4.3e37, 3e38]

@@ -6,7 +6,17 @@ from collections import Counter
 
 import pytest
 
-from dynamiq_transport import Schedule, ScheduleFunction, Step, butterfly, check_schedule, direct, gain, ring
+from dynamiq_transport import (
+    Schedule,
+    ScheduleFunction,
+    Step,
+    butterfly,
+    check_schedule,
+    common_gain,
+    direct,
+    gain,
+    ring,
+)
 from dynamiq_transport.schedules import encodings
 
 ALL = [ring, butterfly, direct]
@@ -100,6 +110,8 @@ def test_gain_against_the_formulas(size: int) -> None:
     assert gain(direct, size) == pytest.approx((2 * size - 1) / size)
     if size == power:  # of a chunk, p / 2 ranks encode one gradient, p / 4 two, ..., and the owner all of them
         assert gain(butterfly, size) == pytest.approx((power.bit_length() - 1) / 2 + 1)
+    assert common_gain(ring, size) == pytest.approx((size + 1) * (2 * size + 1) / 6)
+    assert common_gain(direct, size) == pytest.approx((size**2 + size - 1) / size)
     assert all(0 < encoding.contributors < 1 << size for encoding in encodings(butterfly, size))
 
 

@@ -13,6 +13,7 @@ Shapes: C chunks, K super-groups per chunk (sorted by energy, largest first), T 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -45,12 +46,11 @@ def hull(config: CodecConfig, gain: float, *, floor: int = 0) -> tuple[int, tupl
 
     Args:
         config: widths and kind of quantiser.
-        gain: error of the final sum relative to n quantisations of one gradient each. It weighs every width above 0;
-            at width 0 a super-group loses its energy once, however many hops there are.
+        gain: as for `chained_errors`.
         floor: narrower widths are left out.
     """
-    errors = normalised_errors(config)
-    points = [(cost(w, config), gain * errors[w] if w else 1.0, w) for w in config.widths if w >= floor]
+    errors = chained_errors(config, gain)
+    points = [(cost(w, config), errors[w], w) for w in config.widths if w >= floor]
     kept: list[tuple[int, float, int]] = []
     for point in points:
         while len(kept) > 1 and _slope(kept[-2], kept[-1]) <= _slope(kept[-1], point):
@@ -120,6 +120,48 @@ def normalised_errors(config: CodecConfig) -> tuple[float, ...]:
     """c(w): squared error of one quantisation relative to the energy, for w = 0..8."""
     table = ERRORS[config.scales, config.rounding == "dithered"]
     return (1.0, *table)
+
+
+LARGEST_ERROR = 2.0**48
+"""Where the errors of `chained_errors` end, so that products with them are finite in float32."""
+
+
+@lru_cache(maxsize=64)
+def chained_errors(config: CodecConfig, gain: float) -> tuple[float, ...]:
+    """Squared error of a finished sum relative to the energies that went in, for w = 0..8.
+
+    An encoding loses the share c of what it is given, and that is the gradients in it *and the errors of the encodings
+    before*. So with every encoding on its way the energy of a gradient and its errors grows by 1 + c. On a ring of n,
+    the gradients of a chunk pass 1, 2, ..., n encodings, and the sum loses
+
+        mean over l = 1..n of (1 + c)**l - 1 = (1 + c) / c * ((1 + c)**n - 1) / n - 1.
+
+    That is gain * c as long as n c is small, which it is not for few bits at many ranks: at 2 bits, 64 ranks lose a
+    thousand times as much. Other schedules have their gain in place of the ring's, n = 2 gain - 1: within 10 % for the
+    butterfly and the direct exchange.
+
+    Without subtracted dither partial sums lie on levels, and the next encoding finds most entries close to one again.
+    There it is gain * c: at 64 ranks, measured errors are 1.1 times that at 5 bits, and 3.5 times at 2 bits.
+
+    Args:
+        config: widths and kind of quantiser.
+        gain: mean number of encodings that a gradient passes, which is the mean number of gradients in an encoded sum.
+
+    Returns:
+        Nine numbers up to `LARGEST_ERROR`. At width 0 it is 1: the energy is lost once, however many hops there are.
+    """
+    feeds = config.rounding == "dithered"
+    return (1.0, *(_chained_error(c, gain) if feeds else gain * c for c in normalised_errors(config)[1:]))
+
+
+def _chained_error(c: float, gain: float) -> float:
+    longest = 2 * gain - 1
+    if longest <= 1:
+        return gain * c
+    growth = longest * math.log1p(c)
+    if growth > math.log(LARGEST_ERROR):
+        return LARGEST_ERROR
+    return min((1 + c) / c * math.expm1(growth) / longest - 1, LARGEST_ERROR)
 
 
 ERRORS: dict[tuple[str, bool], tuple[float, ...]] = {

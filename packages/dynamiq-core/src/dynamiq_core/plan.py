@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from dynamiq_core import wire
-from dynamiq_core.allocation import allocate, cost, hull, normalised_errors
+from dynamiq_core.allocation import allocate, chained_errors, cost, hull
 from dynamiq_core.config import MAX_WIDTH, CodecConfig
 from dynamiq_core.constants import constant
 from dynamiq_core.packing import PLANE
 from dynamiq_core.rounding import Key
-from dynamiq_core.statistics import counts
+from dynamiq_core.statistics import counts, squared_norms
 
 MEAN_SHARE = 1 / 32
 """A mean is subtracted where it carries at least this share of a super-group's energy. Elsewhere it would gain
@@ -51,8 +51,10 @@ class DynamiQPlan:
     """int32 [C], byte at which the scale section starts."""
     nonzero: Tensor
     """int32 [C], how many super-groups have a width above 0."""
-    expected_error: Tensor
-    """float64 [], expected squared error of the sum over the workers."""
+    energies: Tensor
+    """float64 [C, K], sum over the workers of the squared norms without the means; 0 past the end."""
+    errors: Tensor
+    """float64 [C, K], expected squared error of the sum over the workers, if their gradients are uncorrelated."""
 
     @property
     def index(self) -> Tensor:
@@ -73,6 +75,32 @@ class DynamiQPlan:
     def subtracted(self) -> Tensor:
         """float32 [C, K], their means; 0 past the end."""
         return self.rows[..., 3].view(torch.float32)
+
+    @property
+    def expected_error(self) -> Tensor:
+        """float64 [], expected squared error of the sum over the workers, if their gradients are uncorrelated."""
+        return self.errors.sum()
+
+    def expected_error_of(self, mean: Tensor, *, growth: float) -> Tensor:
+        """Expected squared error of the sum over the workers, once their mean is known: float64 [].
+
+        How much the gradients have in common shows in the energy of their sum. With a correlation of r between any two,
+        a super-group of energy F has a sum of energy F (1 + (n - 1) r) and an error of e (1 + (growth - 1) r), where e
+        is what it would be for r = 0. The mean that came out holds both.
+
+        Args:
+            mean: what the all-reduce made, float32, bfloat16 or float16 [d].
+            growth: by how much the error is larger if all gradients are the same: the sum of the squared numbers of
+                gradients in all encodings over the sum of the numbers, (2 n + 1) / 3 for the ring.
+        """
+        n, count = self.workers, counts(self.numel, mean.device)
+        squares = n**2 * (squared_norms(mean) - count * self.mean.to(torch.float64).square())
+        # In a super-group that is not sent there is nothing to learn from.
+        known = (self.width > 0) & (self.energies > 0)
+        common = squares[self.index.to(torch.int64)] - self.energies - self.errors
+        full = (n - 1) * self.energies + (growth - 1) * self.errors
+        r = (common / torch.where(known & (full > 0), full, 1.0)).clamp(-1 / max(n - 1, 1), 1.0)
+        return (self.errors * (1 + (growth - 1) * torch.where(known, r, 0.0))).sum()
 
 
 def subtracted_mean(mean: Tensor, energy: Tensor, count: Tensor, *, workers: int, config: CodecConfig) -> Tensor:
@@ -134,9 +162,8 @@ def make_plan(
 
     planes = width.cumsum(dim=1) * PLANE
     nonzero = (width > 0).sum(dim=1)
-    errors = constant(normalised_errors(config), torch.float64, device) * gain
-    errors[0] = 1.0
-    lost = torch.where(present, residual[index] * errors[width], 0.0).sum()
+    errors = constant(chained_errors(config, gain), torch.float64, device)
+    energies = torch.where(present, residual[index], 0.0)
     offset = (planes - width * PLANE).to(torch.int32)
     subtracted = torch.where(present, mean[index], 0.0).view(torch.int32)
     return DynamiQPlan(
@@ -150,7 +177,8 @@ def make_plan(
         rows=torch.stack((index.to(torch.int32), width, offset, subtracted), dim=2),
         scales_at=planes[:, -1].to(torch.int32),
         nonzero=nonzero.to(torch.int32),
-        expected_error=lost,
+        energies=energies,
+        errors=energies * errors[width],
     )
 
 

@@ -105,7 +105,8 @@ class Codec(ABC, Generic[P]):
             step: training step; with ``bucket`` and the codec's seed it keys the random numbers.
             bucket: index of the bucket within the step.
             gain: error of the final sum relative to n quantisations of one gradient each (the mean number of
-                gradients inside an encoded partial sum); the ring's (n + 1) / 2 when None.
+                gradients inside an encoded partial sum, and of encodings that a gradient passes); the ring's
+                (n + 1) / 2 when None.
         """
 
     @abstractmethod

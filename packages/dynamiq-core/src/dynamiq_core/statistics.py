@@ -69,6 +69,15 @@ def statistics(x: Tensor) -> Tensor:
     return torch.where((exponent == 255)[:, None], torch.nan, rows).to(torch.bfloat16)
 
 
+def squared_norms(x: Tensor) -> Tensor:
+    """Squared norm of every super-group of ``x`` [d]: float64 [M], computed in float32."""
+    full = x.numel() // SUPER_GROUP * SUPER_GROUP
+    norms = torch.linalg.vector_norm(x[:full].view(-1, SUPER_GROUP), dim=1, dtype=torch.float32)
+    if full < x.numel():
+        norms = torch.cat((norms, torch.linalg.vector_norm(x[full:], dtype=torch.float32)[None]))
+    return norms.to(torch.float64).square()
+
+
 def merge_statistics(parts: Sequence[Tensor]) -> Tensor:
     """Statistics of several workers together: means add up, root mean squares add up as squares.
 

@@ -212,7 +212,7 @@ def _receive(x: Tensor, job: Job, seal: Seal) -> Finish:
             if x is not result:
                 result.copy_(x)
         if job.watch is not None:
-            job.watch(plan, result)
+            job.watch(plan, result, route)
         job.meter.coordinates += route.moved * x.numel()
 
     return finish

@@ -17,6 +17,9 @@ from .feedback import Feedback
 from .meter import Meter
 from .route import NodeRoute, Route
 
+Watch = Callable[[Plan, Tensor, Route], None]
+"""``watch(plan, mean, route)``."""
+
 
 class Job(NamedTuple):
     """One all-reduce, apart from its tensor.
@@ -28,8 +31,8 @@ class Job(NamedTuple):
         step: training step; keys the random numbers together with ``stream``.
         bucket: index within the step.
         meter: where costs are counted.
-        watch: is shown every plan and the mean that came of it, [d]; of this rank's part alone where the route has
-            levels, and never where nothing is encoded.
+        watch: is shown every plan, the mean that came of it, [d], and the route that it went; of this rank's part alone
+            where the route has levels, and never where nothing is encoded.
         feedback: adds what the last all-reduce of this bucket lost, and learns what this one loses; of this rank's part
             alone where the route has levels.
         stream: tells apart the random numbers of all-reduces of the same step; the bucket when None.
@@ -41,6 +44,6 @@ class Job(NamedTuple):
     step: int
     bucket: int
     meter: Meter
-    watch: Callable[[Plan, Tensor], None] | None = None
+    watch: Watch | None = None
     feedback: Feedback | None = None
     stream: int | None = None

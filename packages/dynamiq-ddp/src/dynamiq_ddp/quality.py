@@ -13,6 +13,7 @@ from .engine import Job, reduce_tensor
 from .exact import Exact
 from .meter import Meter
 from .nodes import own_part
+from .route import Route
 
 
 class Quality:
@@ -34,16 +35,18 @@ class Quality:
         self.error = self.energy = 0.0
         self.widths: dict[int, int] = {}
 
-    def expect(self, plan: Plan, mean: Tensor) -> None:
+    def expect(self, plan: Plan, mean: Tensor, route: Route) -> None:
         """Add what a plan expects, if it says so; nothing is read on the host.
 
         Args:
             plan: of an all-reduce that has been done.
             mean: its result.
+            route: the way that it went.
         """
         if isinstance(plan, DynamiQPlan):
             norm = torch.linalg.vector_norm(mean, dtype=torch.float32).to(torch.float64)
-            both = torch.stack((plan.expected_error / plan.workers**2, norm.square()))
+            error = plan.expected_error_of(mean, growth=route.growth)
+            both = torch.stack((error / plan.workers**2, norm.square()))
             both = torch.where(both.isfinite().all(), both, 0.0)  # a step with an overflow says nothing
             self._expected = both if self._expected is None else self._expected + both
 
@@ -90,9 +93,9 @@ def reduce_and_measure(tensor: Tensor, job: Job, quality: Quality) -> None:
     aside = Meter()  # a measurement is no part of what an all-reduce costs, but its bytes are bytes
     plans: list[Plan] = []
 
-    def watch(plan: Plan, mean: Tensor) -> None:
+    def watch(plan: Plan, mean: Tensor, route: Route) -> None:
         plans.append(plan)
-        quality.expect(plan, mean)
+        quality.expect(plan, mean, route)
 
     reduce_tensor(tensor, job._replace(watch=watch))
     reduce_tensor(exact, job._replace(codec=Exact(exact.dtype), meter=aside, feedback=None))

@@ -17,6 +17,7 @@ from dynamiq_transport import (
     butterfly,
     check_schedule,
     choose,
+    common_gain,
     direct,
     gain,
     hierarchical,
@@ -43,6 +44,7 @@ class Route(NamedTuple):
         ranks: what they are in the transport.
         owners: which of them completes each chunk, and so the slot of the chunk's last encoding.
         gain: mean number of gradients inside an encoded partial sum.
+        growth: by how much the error is larger if all gradients are the same.
         name: the schedule's name and a digest of all steps.
     """
 
@@ -50,6 +52,7 @@ class Route(NamedTuple):
     ranks: tuple[int, ...]
     owners: tuple[int, ...]
     gain: float
+    growth: float
     name: str
 
     @property
@@ -79,6 +82,7 @@ class NodeRoute(NamedTuple):
 class _Survey(NamedTuple):
     owners: tuple[int, ...]
     gain: float
+    growth: float
     name: str
 
 
@@ -198,7 +202,7 @@ def _survey(function: ScheduleFunction, size: int) -> _Survey:
         if function not in SCHEDULES.values():
             check_schedule(function, size)
         schedules = [function(rank, size) for rank in range(size)]
-        mean_gain = gain(function, size)
+        mean_gain, mean_square = gain(function, size), common_gain(function, size)
     except Exception as error:  # whatever a user's function raises, for the other ranks have to be told
         raise ConfigError(f"schedule {function!r} is not sound for {size} ranks: {error}") from error
     owner = {chunk: schedule.rank for schedule in schedules for chunk in schedule.owned}
@@ -206,5 +210,6 @@ def _survey(function: ScheduleFunction, size: int) -> _Survey:
     return _Survey(
         owners=tuple(owner[chunk] for chunk in range(schedules[0].chunks)),
         gain=mean_gain,
+        growth=mean_square / mean_gain,
         name=f"{schedules[0].name} {digest}",
     )

@@ -15,6 +15,7 @@ from dynamiq_transport.schedules import ScheduleFunction as ScheduleFunction
 from dynamiq_transport.schedules import Step as Step
 from dynamiq_transport.schedules import butterfly as butterfly
 from dynamiq_transport.schedules import check_schedule as check_schedule
+from dynamiq_transport.schedules import common_gain as common_gain
 from dynamiq_transport.schedules import direct as direct
 from dynamiq_transport.schedules import gain as gain
 from dynamiq_transport.schedules import ring as ring
@@ -48,6 +49,7 @@ __all__ = [
     "check_batch",
     "check_schedule",
     "choose",
+    "common_gain",
     "dedicated_group",
     "direct",
     "explain",

@@ -31,7 +31,7 @@ from dynamiq_ddp.comparison import TIMED, codec_seconds
 from dynamiq_ddp.gradient_files import load_gradients
 from dynamiq_ddp.projection import flat_schedule, project, stock_seconds, traffic
 from dynamiq_ddp.simulate import simulate
-from dynamiq_transport import Link, gain
+from dynamiq_transport import Link, common_gain, gain
 
 from . import codecs, output
 
@@ -103,19 +103,22 @@ def run(options: argparse.Namespace) -> None:
 def errors(codec: Codec[Any], rows: Tensor, schedule: str) -> tuple[float, float | None]:
     """vNMSE over the rows [n, d] as measured in the engine, and as the codec expects it, if it says so."""
     function = flat_schedule(schedule)
-    measured = simulate(rows, codec=codec, schedule=schedule).vnmse
+    result = simulate(rows, codec=codec, schedule=schedule)
     if not isinstance(codec, DynamiQ):
-        return measured, None
+        return result.vnmse, None
+    ranks = len(rows)
+    mean_gain = gain(function, ranks)
     plan: DynamiQPlan = codec.plan(
         codec.merge_statistics([codec.statistics(row) for row in rows]),
         rows.shape[1],
         device=rows.device,
-        workers=len(rows),
-        chunks=function(0, len(rows)).chunks,
-        gain=gain(function, len(rows)),
+        workers=ranks,
+        chunks=function(0, ranks).chunks,
+        gain=mean_gain,
     )
+    expected = plan.expected_error_of(result.mean, growth=common_gain(function, ranks) / mean_gain)
     energy = float(rows.to(torch.float64).sum(dim=0).square().sum())
-    return measured, float(plan.expected_error) / energy
+    return result.vnmse, float(expected) / energy
 
 
 def made_gradients(ranks: int, numel: int) -> Tensor:

@@ -8,6 +8,7 @@ from dynamiq_transport.schedules.schedule import ScheduleFunction as ScheduleFun
 from dynamiq_transport.schedules.schedule import Step as Step
 from dynamiq_transport.schedules.trace import Encoding as Encoding
 from dynamiq_transport.schedules.trace import check_schedule as check_schedule
+from dynamiq_transport.schedules.trace import common_gain as common_gain
 from dynamiq_transport.schedules.trace import encodings as encodings
 from dynamiq_transport.schedules.trace import gain as gain
 
@@ -18,6 +19,7 @@ __all__ = [
     "Step",
     "butterfly",
     "check_schedule",
+    "common_gain",
     "direct",
     "encodings",
     "gain",

@@ -61,6 +61,19 @@ def gain(function: ScheduleFunction, size: int) -> float:
     return sum(counts) / len(counts)
 
 
+def common_gain(function: ScheduleFunction, size: int) -> float:
+    """The `gain` if all gradients are the same: the mean square of the number of gradients in an encoded partial sum.
+
+    A sum of k equal gradients has k**2 times the energy of one. For the ring it is (n + 1) (2 n + 1) / 6.
+
+    Args:
+        function: the schedule.
+        size: number of ranks n.
+    """
+    counts = [encoding.contributors.bit_count() for encoding in encodings(function, size)]
+    return sum(count**2 for count in counts) / len(counts)
+
+
 def check_schedule(function: ScheduleFunction, size: int) -> None:
     """Prove a schedule right for one number of ranks, without communication.
 
