@@ -6,9 +6,10 @@ Start it as the training would be started, on the same machines:
     torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint host:29500 --no-python dynamiq-ddp bench
     mpiexec -n 4 dynamiq-ddp bench --sizes 1000000 25000000 --codecs dynamiq:4 dynamiq:5 --schedules ring butterfly
 
-A time is that of the slowest rank, the median over the repeats. The stock all-reduce is Gloo's, NCCL's or MPI's, in
-float32. What follows the table is computed from measured numbers: the network's latency and bandwidth, and the time
-that a rank spends on the codec. Below the break-even bandwidth compression pays even with a single bucket in flight.
+It prints a table of times. A time is that of the slowest rank, the median over the repeats. The stock all-reduce is
+Gloo's, NCCL's or MPI's, in float32. What follows the table is computed from measured numbers: the network's latency and
+bandwidth, and the time that a rank spends on the codec. Below the break-even bandwidth compression pays even with a
+single bucket in flight.
 """
 
 from __future__ import annotations

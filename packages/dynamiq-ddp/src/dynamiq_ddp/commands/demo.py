@@ -34,7 +34,7 @@ from dynamiq_ddp.demo.train import Install, Run, train
 from dynamiq_ddp.hook import dynamiq_hook
 from dynamiq_ddp.route import SCHEDULES
 from dynamiq_ddp.state import DynamiQState
-from dynamiq_kernels import Backend
+from dynamiq_kernels import Backend, operations
 
 from . import output
 from .completion import FILES, complete
@@ -79,6 +79,7 @@ def run(options: argparse.Namespace) -> output.Result | None:
     # Built before the first run, so that a bad option is reported at once and not after minutes.
     recipe = Recipe(steps=options.steps, seed=options.seed)
     state = DynamiQState(bits=options.bits, schedule=options.schedule, backend=options.backend)
+    operations(options.backend)
     picture = options.out / "loss.png"
     output.check_picture(picture)
     if "RANK" not in os.environ:
