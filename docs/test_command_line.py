@@ -73,7 +73,7 @@ def test_demo() -> None:
 
 
 def test_every_command_has_its_place() -> None:
-    commands = parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    commands = parser()._subparsers._group_actions[0].choices
     for name, command in commands.items():
         has_json = any("--json" in action.option_strings for action in command._actions)
         assert (f"### {name}\n" in PAGE) == has_json
