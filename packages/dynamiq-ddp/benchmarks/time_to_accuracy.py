@@ -188,7 +188,7 @@ def show(found: Sequence[dict[str, Any]], target: float) -> None:
         "MB sent per step",
         "identical",
     )
-    output.show(f"{dist.get_world_size()} ranks, target {target:.4f} nats per byte", columns, cells)
+    print(output.table(f"{dist.get_world_size()} ranks, target {target:.4f} nats per byte", columns, cells))
 
 
 def main() -> None:
