@@ -28,7 +28,7 @@ from torch import Tensor
 from dynamiq_core import CodecConfig, DynamiQ, reference
 from dynamiq_core.config import SUPER_GROUP
 from dynamiq_core.scales import EncodedScales, encode_scales
-from dynamiq_ddp.commands.output import show
+from dynamiq_ddp.commands.output import table
 from dynamiq_ddp.comparison import Row, compare
 from dynamiq_ddp.gradient_files import load_gradients
 from dynamiq_kernels import operations, warmup
@@ -153,7 +153,7 @@ def main() -> None:
             )
             found.append({**row._asdict(), "factor": factor})
         title = f"{ranks} ranks, {options.schedule}, {gradients.shape[1]:,} coordinates"
-        show(title, ("change", "bits", "vNMSE", "bias", "times full", "ns/coord."), cells)
+        print(table(title, ("change", "bits", "vNMSE", "bias", "times full", "ns/coord."), cells))
     if options.json:
         print(json.dumps(found))
 

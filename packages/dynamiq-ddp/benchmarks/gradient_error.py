@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dynamiq_ddp.commands import codecs
-from dynamiq_ddp.commands.compare import show
+from dynamiq_ddp.commands.compare import table
 from dynamiq_ddp.comparison import compare
 from dynamiq_ddp.demo.capture import worker_gradients
 from dynamiq_ddp.demo.recipe import Recipe
@@ -60,7 +60,7 @@ def main() -> None:
             rows += compare(
                 gradients[:ranks], chosen, schedules=options.schedules, repeats=options.repeats, timed=options.timed
             )
-        show(rows, f"{name}: {gradients.shape[1]:,} coordinates")
+        print(table(rows, f"{name}: {gradients.shape[1]:,} coordinates"))
         found += [{"gradients": name, **row._asdict()} for row in rows]
     if options.json:
         print(json.dumps(found))

@@ -14,7 +14,12 @@ from email.parser import Parser
 from pathlib import Path
 
 LAYERS = ("core", "kernels", "transport", "ddp")
-EXTRAS = {"core": [], "kernels": ["cpu", "triton"], "transport": ["mpi"], "ddp": ["cpu", "mpi", "plot", "triton"]}
+EXTRAS = {
+    "core": [],
+    "kernels": ["cpu", "triton"],
+    "transport": ["mpi"],
+    "ddp": ["cpu", "mpi", "plot", "safetensors", "triton"],
+}
 
 
 def check_wheel(path: Path, layer: str) -> Message:

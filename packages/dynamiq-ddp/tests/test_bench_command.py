@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
 import socket
+import sys
 import threading
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from dynamiq_ddp.cli import main
-from dynamiq_ddp.commands import bench, launched
+from dynamiq_ddp.cli import main, parser
+from dynamiq_ddp.commands import bench, launched, output
 from dynamiq_ddp.commands.bench import Advice, sentence
 from dynamiq_transport import Link, LocalTransport, run_local
 
 
 @pytest.fixture
 def as_threads(monkeypatch):
-    """``as_threads(size, words)``: exit statuses of the command on so many ranks."""
+    """``as_threads(size, words)``: what the command finds on each of so many ranks."""
 
-    def launch(size: int, words: list[str]) -> list[int]:
+    def launch(size: int, words: list[str]) -> list[output.Result | None]:
         here = threading.local()
         lanes = [LocalTransport.group(size) for _ in range(20)]
 
@@ -38,18 +41,19 @@ def as_threads(monkeypatch):
 
         def run(transport):
             here.transport = transport
-            return main(words)
+            return bench.run(parser().parse_args(words))
 
         return run_local(size, run)
 
     return launch
 
 
-def test_rank_0_reports_every_combination(as_threads, tmp_path, capsys):
+def test_rank_0_reports_every_combination(as_threads, tmp_path):
     out = tmp_path / "bench.csv"
     words = ["bench", "--sizes", "1000", "20000", "--codecs", "mxfp4", "dynamiq:4", "--schedules", "ring", "direct"]
-    assert as_threads(3, [*words, "--repeats", "1", "--json", "--out", str(out)]) == [0, 0, 0]
-    report = json.loads(capsys.readouterr().out)
+    result, *others = as_threads(3, [*words, "--repeats", "1", "--out", str(out)])
+    assert others == [None, None]
+    report = json.loads(output.to_json(result.document))
     assert (report["ranks"], report["transport"]) == (3, "local")
     found = [(row["coordinates"], row["codec"], row["schedule"]) for row in report["rows"]]
     assert found == [
@@ -75,9 +79,29 @@ def test_rank_0_reports_every_combination(as_threads, tmp_path, capsys):
         )
         assert each["schedule"] == fastest["schedule"]
         saved = 2 * 2 / 3 * each["coordinates"] * (32 - each["bits"]) / 8
-        assert each["break_even"] == pytest.approx(saved / each["codec_seconds"])
+        assert each["break_even_bytes_per_second"] == pytest.approx(saved / each["codec_seconds"])
         assert min(each["lane_seconds"]) > 0
+    for save in result.saves:
+        save()
     assert len(out.read_text().splitlines()) == 1 + len(found)
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpiexec"])
+def test_a_launchers_rank_0_prints_one_document(launcher, run_program):
+    if launcher == "mpiexec" and (shutil.which("mpiexec") is None or importlib.util.find_spec("mpi4py") is None):
+        pytest.skip("needs mpiexec and mpi4py")
+    launch = {
+        "torchrun": [*TORCHRUN, "--nproc-per-node=2"],
+        "mpiexec": ["mpiexec", "-n", "2", sys.executable],
+    }[launcher]
+    words = ["bench", "--json", "--sizes", "1000", "--repeats", "1", "--codecs", "bf16", "--schedules", "ring"]
+    status, out, err = run_program([*launch, "-m", "dynamiq_ddp", *words, "--transport", "gloo"], timeout=240)
+    assert status == 0, err
+    report = json.loads(out)
+    assert (report["ranks"], report["transport"], len(report["rows"])) == (2, "gloo", 1)
 
 
 def test_the_advice_compares_with_the_network_at_hand():
@@ -104,6 +128,7 @@ def no_launcher(monkeypatch):
         (["--schedules", "star"], "schedule cannot be 'star'"),
         (["--sizes", "0"], "sizes cannot be 0"),
         (["--repeats", "0"], "repeats cannot be 0"),
+        (["--timeout", "nan"], "timeout cannot be nan; allowed: seconds above 0"),
         (["--out", "x.txt"], "allowed: a name that ends in .csv or .json"),
     ],
 )

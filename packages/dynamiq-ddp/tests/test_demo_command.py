@@ -54,7 +54,12 @@ def test_two_ranks_end_with_the_json_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((), "start it as"), (("--steps", "0"), "steps is 0, must be 1 or more"), (("--bits", "0.01"), "0.01")],
+    [
+        ((), "start it as"),
+        (("--steps", "0"), "steps is 0, must be 1 or more"),
+        (("--bits", "0.01"), "0.01"),
+        (("--backend", "no"), "not 'no'"),
+    ],
 )
 def test_errors_are_one_message(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     done = run("dynamiq_ddp.demo", *arguments, cwd=tmp_path)

@@ -57,8 +57,11 @@ def _load(path: Path) -> list[Tensor]:
         held = _load_safetensors(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu")
     except InputError:
         raise
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # whatever an unpickler makes of bytes that are something else
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        first = next(iter(str(error).splitlines()), "")
+        reason = f"it is no file of tensors ({type(error).__name__}: {first})"
         raise InputError(f"{path} cannot be read: {reason}") from error
     if isinstance(held, Tensor):
         held = [held]

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from importlib.metadata import version
 
 import torch
@@ -23,5 +24,15 @@ means = run_local(3, average)
 assert torch.equal(means[0], means[1])
 assert torch.equal(means[0], means[2])
 assert vnmse(means[0], rows.mean(dim=0)) < 0.05
-said = subprocess.run(["dynamiq-ddp", "doctor", "--json"], capture_output=True, text=True, timeout=120, check=True)
-assert json.loads(said.stdout)["versions"]["dynamiq-ddp"] == version("dynamiq-ddp")
+
+
+def say(*words: str) -> str:
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+report = json.loads(say("dynamiq-ddp", "doctor", "--json"))
+assert report["versions"]["dynamiq-ddp"] == version("dynamiq-ddp")
+assert report["versions"]["matplotlib"] is None
+assert report["chosen"]["backend"] == ("triton" if len(report["devices"]) > 1 else "reference")
+assert say(sys.executable, "-m", "dynamiq_ddp", "--version") == f"dynamiq-ddp {version('dynamiq-ddp')}\n"
+assert "complete " in say("dynamiq-ddp", "completion", "bash")

@@ -6,9 +6,10 @@ Start it as the training would be started, on the same machines:
     torchrun --nnodes 4 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint host:29500 --no-python dynamiq-ddp bench
     mpiexec -n 4 dynamiq-ddp bench --sizes 1000000 25000000 --codecs dynamiq:4 dynamiq:5 --schedules ring butterfly
 
-A time is that of the slowest rank, the median over the repeats. The stock all-reduce is Gloo's, NCCL's or MPI's, in
-float32. What follows the table is computed from measured numbers: the network's latency and bandwidth, and the time
-that a rank spends on the codec. Below the break-even bandwidth compression pays even with a single bucket in flight.
+It prints a table of times. A time is that of the slowest rank, the median over the repeats. The stock all-reduce is
+Gloo's, NCCL's or MPI's, in float32. What follows the table is computed from measured numbers: the network's latency and
+bandwidth, and the time that a rank spends on the codec. Below the break-even bandwidth compression pays even with a
+single bucket in flight.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from dynamiq_ddp.route import SCHEDULES
 from dynamiq_transport import DEFAULT_TIMEOUT, Link, Transport, choose, gather_records, measure
 
 from . import codecs, output
-from .launched import Network, network
+from .completion import FILES, complete
+from .launched import TRANSPORTS, Network, network
 
 BUCKETS = 4
 """All-reduces in a row or in two lanes, to see which is faster."""
@@ -63,7 +65,7 @@ class Advice(NamedTuple):
         codec: its name.
         bits: on the wire per coordinate.
         codec_seconds: that a rank computes.
-        break_even: bytes per second of a rank's connection below which compression pays.
+        break_even_bytes_per_second: of a rank's connection below which compression pays.
         schedule: the fastest one that was measured.
         model: the one that the cost model chooses.
         lane_seconds: seconds of four all-reduces in one lane and in two, or None where lanes were not tried.
@@ -73,7 +75,7 @@ class Advice(NamedTuple):
     codec: str
     bits: float
     codec_seconds: float
-    break_even: float
+    break_even_bytes_per_second: float
     schedule: str
     model: str
     lane_seconds: tuple[float, float] | None
@@ -84,19 +86,34 @@ def register(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "bench", help="time all-reduces on this network, on ranks that a launcher starts", description=__doc__
     )
-    parser.add_argument("--sizes", nargs="+", type=int, default=[1 << 16, 1 << 20, 1 << 23], metavar="D")
+    sizes = [1 << 16, 1 << 20, 1 << 23]
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=int,
+        default=sizes,
+        metavar="D",
+        help=f"coordinates of an all-reduce (default: {' '.join(map(str, sizes))})",
+    )
     codecs.add_argument(parser, ["bf16", "dynamiq"])
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), metavar="SCHEDULE")
-    parser.add_argument("--transport", help="gloo, nccl or mpi (default: by launcher and device)")
+    known = ", ".join(SCHEDULES)
+    schedules = parser.add_argument(
+        "--schedules", nargs="+", default=list(SCHEDULES), metavar="SCHEDULE", help=f"out of {known} (default: all)"
+    )
+    complete(schedules, SCHEDULES)
+    transport = parser.add_argument("--transport", help="gloo, nccl or mpi (default: by launcher and device)")
+    complete(transport, TRANSPORTS)
     parser.add_argument("--repeats", type=int, default=5, help="of which the median counts (default: 5)")
-    parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT, help="seconds to wait for another rank")
-    output.add_arguments(parser)
-    parser.set_defaults(run=run)
+    waiting = f"seconds to wait for another rank (default: {DEFAULT_TIMEOUT:g})"
+    parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT, metavar="SECONDS", help=waiting)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    complete(output.add_out_argument(parser), FILES)
+    parser.set_defaults(run=run, on_every_rank=True)
     return parser
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measure on every rank; rank 0 prints."""
+def run(options: argparse.Namespace) -> output.Result | None:
+    """Measure on every rank; the result on rank 0."""
     output.check(options)
     _check(options)
     with network(options.transport, timeout=options.timeout) as net:
@@ -117,8 +134,7 @@ def run(options: argparse.Namespace) -> None:
                 timings += found
                 best = min(found, key=lambda timing: timing.seconds)
                 advice.append(_advise(net, link, codec, best, tensor, options.repeats))
-        if net.transport.rank == 0:
-            _report(options, net, link, timings, advice)
+        return _report(options, net, link, timings, advice) if net.transport.rank == 0 else None
 
 
 def _gradient(numel: int, net: Network) -> Tensor:
@@ -165,7 +181,7 @@ def _advise(net: Network, link: Link, codec: Codec[Any], best: Timing, tensor: T
         codec=best.codec,
         bits=bits,
         codec_seconds=seconds,
-        break_even=break_even(numel, ranks=ranks, bits=bits, codec_seconds=seconds),
+        break_even_bytes_per_second=break_even(numel, ranks=ranks, bits=bits, codec_seconds=seconds),
         schedule=best.schedule,
         model=choose(numel * bits / 8, ranks, link).__name__,
         lane_seconds=lanes,
@@ -221,17 +237,15 @@ def _check(options: argparse.Namespace) -> None:
 
 def _report(
     options: argparse.Namespace, net: Network, link: Link, timings: Sequence[Timing], advice: Sequence[Advice]
-) -> None:
+) -> output.Result:
     records = [timing._asdict() | {"speedup": timing.speedup} for timing in timings]
-    facts = {
+    document = {
         "ranks": net.transport.size,
         "transport": net.name,
-        "link": link._asdict(),
+        "link": output.link_record(link),
         "advice": [each._asdict() for each in advice],
+        "rows": records,
     }
-    output.write(options, records, facts=facts)
-    if options.json:
-        return
     cells = [
         (
             t.codec,
@@ -248,16 +262,16 @@ def _report(
         f"{net.transport.size} ranks: latency {1e6 * link.latency:.0f} us, {1e6 * link.overhead:.1f} us per further "
         f"message, {8 * link.bandwidth / 1e9:.2f} Gbit/s"
     )
-    output.show(title, ("codec", "schedule", "transport", "coordinates", "ms", "stock ms", "times faster"), cells)
-    for each in advice:
-        print(sentence(each, link))
+    columns = ("codec", "schedule", "transport", "coordinates", "ms", "stock ms", "times faster")
+    lines = [output.table(title, columns, cells), *(sentence(each, link) for each in advice)]
+    return output.Result(document, "\n".join(lines), output.saves(options, records, document))
 
 
 def sentence(advice: Advice, link: Link) -> str:
     """The advice in words."""
     here = 8 * link.bandwidth / 1e9
-    even = 8 * advice.break_even / 1e9
-    verdict = "pays" if advice.break_even > link.bandwidth else "does not pay"
+    even = 8 * advice.break_even_bytes_per_second / 1e9
+    verdict = "pays" if advice.break_even_bytes_per_second > link.bandwidth else "does not pay"
     text = (
         f"{advice.codec} at {advice.coordinates:,} coordinates: {advice.bits:.2f} bits and "
         f"{1e3 * advice.codec_seconds:.2f} ms of codec; it pays below {even:.2f} Gbit/s, so it {verdict} "

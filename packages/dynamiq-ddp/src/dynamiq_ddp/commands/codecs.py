@@ -13,6 +13,8 @@ from dynamiq_core import Codec, CodecConfig, ConfigError
 from dynamiq_core.baselines import BF16, MXFP4, MXFP6, MXFP8, THC, OmniReduce
 from dynamiq_ddp.backend import make_codec
 
+from .completion import complete
+
 WITH_BITS: Mapping[str, float] = MappingProxyType({"dynamiq": 5.0, "paper": 5.0, "thc": 8.0, "omnireduce": 5.0})
 """Codecs with a budget, and what it is if nothing else is said."""
 
@@ -62,13 +64,14 @@ def make_all(names: Sequence[str], device: torch.device) -> dict[str, Codec[Any]
 def add_argument(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
     """The option ``--codecs``."""
     known = ", ".join((*FIXED, *(f"{name}[:BITS]" for name in WITH_BITS)))
-    parser.add_argument(
+    action = parser.add_argument(
         "--codecs",
         nargs="+",
         metavar="CODEC",
         default=list(default),
         help=f"out of {known}; paper is DynamiQ with the published parameters (default: {' '.join(default)})",
     )
+    complete(action, (*FIXED, *WITH_BITS))
 
 
 def _is_number(text: str) -> bool:

@@ -13,12 +13,17 @@ Every codec runs in the real all-reduce, with as many ranks in one process as th
       dynamiq-ddp compare gradients/step100-*.pt --codecs mxfp8 dynamiq:4 dynamiq:5 --schedules ring butterfly
 
   A file may hold all ranks at once, as a tensor [ranks, coordinates] or as one tensor for each.
+
+It prints one row for each codec, schedule and number of ranks: bits on the wire per coordinate, vNMSE and the part of
+it that is bias, the cosine between the mean and the exact one, how many times less error than MXFP8, and the
+nanoseconds that a rank computes per coordinate.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,7 @@ from dynamiq_ddp.gradient_files import load_gradients
 from dynamiq_ddp.route import SCHEDULES
 
 from . import codecs, output
+from .completion import FILES, complete
 
 YARDSTICK = "mxfp8"
 
@@ -39,15 +45,17 @@ def register(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "compare", help="codecs side by side on gradients of your own", description=__doc__
     )
-    parser.add_argument("files", nargs="+", type=Path, help=".pt or .safetensors: one tensor for each rank")
+    files = parser.add_argument("files", nargs="+", type=Path, help=".pt or .safetensors: one tensor for each rank")
+    complete(files, FILES)
     codecs.add_argument(parser, codecs.DEFAULT)
-    parser.add_argument(
+    schedules = parser.add_argument(
         "--schedules",
         nargs="+",
         default=["ring"],
         metavar="SCHEDULE",
         help=f"out of {', '.join(SCHEDULES)}, hierarchical:NODE_SIZE (default: ring)",
     )
+    complete(schedules, SCHEDULES)
     parser.add_argument(
         "--ranks", nargs="+", type=int, metavar="N", help="only the first so many gradients (default: all)"
     )
@@ -55,23 +63,25 @@ def register(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--repeats", type=int, default=2, help="with other random numbers; 2 or more to see a bias (default: 2)"
     )
-    parser.add_argument("--device", default="cpu", help="where to compute (default: cpu)")
+    device = parser.add_argument("--device", default="cpu", help="where to compute: cpu, cuda, cuda:1 (default: cpu)")
+    complete(device, ("cpu", "cuda"))
     parser.add_argument("--no-time", dest="timed", action="store_false", help="do not time the codecs")
-    output.add_arguments(parser)
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw error against bits")
-    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    complete(output.add_out_argument(parser), FILES)
+    plot = parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw error against bits, for instance to a .png"
+    )
+    complete(plot, FILES)
+    parser.set_defaults(run=run, on_every_rank=False)
     return parser
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measure and print."""
+def run(options: argparse.Namespace) -> output.Result:
+    """Measure."""
     output.check(options)
     if options.plot is not None:
-        output.plotting()
-    try:
-        device = torch.device(options.device)
-    except RuntimeError as error:
-        raise ConfigError(f"device cannot be {options.device!r}; allowed: cpu, cuda or cuda:NUMBER") from error
+        output.check_picture(options.plot)
+    device = _device(options.device)
     gradients = load_gradients(options.files, limit=options.limit).to(device)
     available, d = gradients.shape
     numbers = options.ranks or [available]
@@ -86,15 +96,31 @@ def run(options: argparse.Namespace) -> None:
             gradients[:ranks], chosen, schedules=options.schedules, repeats=options.repeats, timed=options.timed
         )
     ]
-    output.write(options, [row._asdict() for row in rows], facts={"coordinates": d, "repeats": options.repeats})
-    if not options.json:
-        show(rows, f"{d:,} coordinates, {options.repeats} repeats")
+    records = [row._asdict() for row in rows]
+    document = {"coordinates": d, "repeats": options.repeats, "rows": records}
+    saves = output.saves(options, records, document)
     if options.plot is not None:
-        plot(rows, options.plot)
+        saves.append(partial(plot, rows, options.plot))
+    return output.Result(document, table(rows, f"{d:,} coordinates, {options.repeats} repeats"), saves)
 
 
-def show(rows: Sequence[Row], title: str) -> None:
-    """Print the rows as a table."""
+def _device(name: str) -> torch.device:
+    """The device of a name.
+
+    Raises:
+        ConfigError: it is no such name, or there is no such device here.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device cannot be {name!r}; allowed: cpu, cuda or cuda:NUMBER") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device cannot be {name!r}: {torch.cuda.device_count()} GPUs are visible here")
+    return device
+
+
+def table(rows: Sequence[Row], title: str) -> str:
+    """The rows for the eye."""
     yardsticks = {(row.schedule, row.ranks): row.vnmse for row in rows if row.codec == YARDSTICK}
     cells = []
     for row in rows:
@@ -114,7 +140,7 @@ def show(rows: Sequence[Row], title: str) -> None:
         )
     columns = ("codec", "schedule", "ranks", "bits", "vNMSE", "bias", "cosine", f"times below {YARDSTICK}", "ns/coord.")
     note = "Timed on one thread: DynamiQ by its kernels, the other codecs by plain torch operations."
-    output.show(title, columns, cells, note=note if any(row.nanoseconds for row in rows) else None)
+    return output.table(title, columns, cells, note=note if any(row.nanoseconds for row in rows) else None)
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -136,5 +162,4 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             axes.set_title(f"{panel[0]}, {panel[1]} ranks", loc="left")
             axes.margins(x=0.2)
             axes.label_outer()
-        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160)

@@ -1,84 +1,169 @@
-"""Tables for the eye, for other programs, and for files."""
+"""What a command has found: for the eye, for other programs, and for files."""
 
 from __future__ import annotations
 
 import argparse
 import csv
 import json
-from collections.abc import Mapping, Sequence
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from dynamiq_core import ConfigError
+from dynamiq_transport import Link
 
 Record = Mapping[str, Any]
 
 FORMATS = (".csv", ".json")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options ``--json`` and ``--out``."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the rows to a .csv or .json file")
+class Result(NamedTuple):
+    """What one run of a command has found.
+
+    Attributes:
+        document: for ``--json``.
+        text: the same for the eye.
+        saves: write the files that were asked for. They run after the result is printed, so that a file which cannot be
+            written does not cost what was measured.
+    """
+
+    document: Record
+    text: str
+    saves: Sequence[Callable[[], object]] = ()
+
+
+def add_out_argument(parser: argparse.ArgumentParser) -> argparse.Action:
+    """The option ``--out``."""
+    return parser.add_argument("--out", type=Path, metavar="FILE", help="also write the rows to a .csv or .json file")
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse a file that could not be written before anything is measured.
+    """Refuse a file that could not be written before anything is measured; missing folders are made.
 
     Raises:
         ConfigError: the file is of another kind.
+        OSError: its folder cannot be made.
     """
-    if options.out is not None and options.out.suffix not in FORMATS:
+    if options.out is None:
+        return
+    if options.out.suffix not in FORMATS:
         raise ConfigError(f"out cannot be {str(options.out)!r}; allowed: a name that ends in {' or '.join(FORMATS)}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
 
 
-def write(options: argparse.Namespace, records: Sequence[Record], *, facts: Record | None = None) -> None:
-    """Do what ``--json`` and ``--out`` ask for.
+def check_picture(path: Path) -> None:
+    """The same for a picture.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or cannot draw such a file.
+        OSError: its folder cannot be made.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise ConfigError('a picture needs matplotlib: pip install "dynamiq-ddp[plot]"') from error
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:] not in formats:
+        raise ConfigError(f"plot cannot be {str(path)!r}; allowed: a name that ends in .{', .'.join(sorted(formats))}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def saves(options: argparse.Namespace, records: Sequence[Record], document: Record) -> list[Callable[[], object]]:
+    """What ``--out`` asks for.
 
     Args:
         options: of the command.
         records: rows, all with the same keys.
-        facts: what holds for all rows; part of the JSON.
+        document: of the result.
     """
-    document = json.dumps({**(facts or {}), "rows": [dict(record) for record in records]})
-    if options.json:
-        print(document)
-    if options.out is None:
+    return [] if options.out is None else [partial(_write, options.out, records, document)]
+
+
+def _write(path: Path, records: Sequence[Record], document: Record) -> None:
+    if path.suffix == ".json":
+        path.write_text(to_json(document) + "\n")
         return
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    if options.out.suffix == ".json":
-        options.out.write_text(document + "\n")
-        return
-    with options.out.open("w", newline="") as file:
+    with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(records[0]))
         writer.writeheader()
         writer.writerows(records)
 
 
-def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, note: str | None = None) -> None:
-    """Print a table whose first columns are words and whose others are numbers."""
-    table = Table(title=title, title_justify="left", caption=note, caption_justify="left", box=None, pad_edge=False)
+def to_json(document: Record) -> str:
+    """On one line; numbers that are not finite, for which JSON has no words, are null."""
+    return json.dumps(_finite(document), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def link_record(link: Link) -> Record:
+    """The numbers of a network under names that tell their units."""
+    return {
+        "latency_seconds": link.latency,
+        "overhead_seconds": link.overhead,
+        "bandwidth_bytes_per_second": link.bandwidth,
+    }
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, note: str | None = None) -> str:
+    """A table whose first columns are words and whose others are numbers."""
+    drawn = Table(title=title, title_justify="left", caption=note, caption_justify="left", box=None, pad_edge=False)
     for i, column in enumerate(columns):
         words = all(not row[i][:1].isdigit() for row in rows)
-        table.add_column(column, justify="left" if words else "right", no_wrap=True)
+        drawn.add_column(column, justify="left" if words else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        drawn.add_row(*row)
+    return render(drawn)
+
+
+def render(renderable: RenderableType) -> str:
+    """As it looks on standard output, without a line's end at the end."""
     console = Console()
     # Into a file or a pipe whole lines go, whatever the width of a terminal.
     width = console.width if console.is_terminal else max(console.width, 160)
-    Console(width=width, highlight=False).print(table)
+    console = Console(width=width, highlight=False)
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get().rstrip("\n")
 
 
-def plotting() -> None:
-    """Make sure that figures can be drawn.
+@contextmanager
+def results_only() -> Iterator[None]:
+    """Whatever is written to standard output meanwhile, by libraries in C too, goes to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def write(text: str) -> None:
+    """Print a result.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        OSError: it cannot be written, for instance because the reader has gone: a `BrokenPipeError`.
     """
     try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError('--plot needs matplotlib: pip install "dynamiq-ddp[plot]"') from error
+        print(text, flush=True)
+    except OSError:
+        # What is still held back would fail once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise

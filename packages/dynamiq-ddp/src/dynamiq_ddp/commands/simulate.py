@@ -15,6 +15,9 @@ these times: they are for a single bucket.
 
 Without files gradients are made: normal, with magnitudes that differ from super-group to super-group as those of a
 model do, and with a part in common. They show how error grows with the ranks, and not what it is for a model.
+
+It prints one row for each codec, schedule and number of ranks: bits on the wire per coordinate, vNMSE as measured and
+as expected, milliseconds of the codec, of the network and of the yardstick, and how many times faster than that it is.
 """
 
 from __future__ import annotations
@@ -30,10 +33,12 @@ from dynamiq_core import Codec, ConfigError, DynamiQ, DynamiQPlan
 from dynamiq_ddp.comparison import TIMED, codec_seconds
 from dynamiq_ddp.gradient_files import load_gradients
 from dynamiq_ddp.projection import flat_schedule, project, stock_seconds, traffic
+from dynamiq_ddp.route import SCHEDULES
 from dynamiq_ddp.simulate import simulate
 from dynamiq_transport import Link, common_gain, gain
 
 from . import codecs, output
+from .completion import FILES, complete
 
 MOST_SIMULATED, MOST = 64, 4096
 BLOCK = 256
@@ -44,23 +49,41 @@ def register(commands: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         "simulate", help="error and time for numbers of ranks that one does not have", description=__doc__
     )
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8, 16, 64, 256, 1024], metavar="N")
-    parser.add_argument("--schedules", nargs="+", default=["ring", "butterfly"], metavar="SCHEDULE")
+    numbers = [2, 4, 8, 16, 64, 256, 1024]
+    known = ", ".join(SCHEDULES)
+    parser.add_argument(
+        "--ranks",
+        nargs="+",
+        type=int,
+        default=numbers,
+        metavar="N",
+        help=f"numbers of ranks, 2 to {MOST:,} (default: {' '.join(map(str, numbers))})",
+    )
+    schedules = parser.add_argument(
+        "--schedules",
+        nargs="+",
+        default=["ring", "butterfly"],
+        metavar="SCHEDULE",
+        help=f"out of {known} (default: ring butterfly)",
+    )
+    complete(schedules, SCHEDULES)
     codecs.add_argument(parser, ["mxfp8", "dynamiq"])
-    parser.add_argument("--files", nargs="+", type=Path, help="gradients of your own; see compare")
+    files = parser.add_argument("--files", nargs="+", type=Path, help="gradients of your own; see compare")
+    complete(files, FILES)
     parser.add_argument("--sample", type=int, default=1 << 20, help="coordinates for the error (default: 1,048,576)")
     parser.add_argument("--numel", type=int, default=25_000_000, help="coordinates for the time (default: 25,000,000)")
     parser.add_argument("--bandwidth", type=float, default=10.0, help="Gbit/s that a rank sends (default: 10)")
     parser.add_argument("--latency", type=float, default=30.0, help="microseconds of a small message (default: 30)")
-    parser.add_argument("--overhead", type=float, default=3.0, help="of a further one in a batch (default: 3)")
-    parser.add_argument("--codec-time", type=float, metavar="NS", help="of a coordinate; measured here if not given")
-    output.add_arguments(parser)
-    parser.set_defaults(run=run)
+    parser.add_argument("--overhead", type=float, default=3.0, help="microseconds of a further one (default: 3)")
+    parser.add_argument("--codec-time", type=float, metavar="NS", help="nanoseconds per coordinate (default: measured)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    complete(output.add_out_argument(parser), FILES)
+    parser.set_defaults(run=run, on_every_rank=False)
     return parser
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measure, project, and print."""
+def run(options: argparse.Namespace) -> output.Result:
+    """Measure and project."""
     output.check(options)
     _check(options)
     gradients = load_gradients(options.files, limit=options.sample) if options.files else None
@@ -94,10 +117,13 @@ def run(options: argparse.Namespace) -> None:
                         "speedup": stock / seconds.total,
                     }
                 )
-    facts = {"coordinates": options.numel, "link": link._asdict(), "gradients": "files" if options.files else "made"}
-    output.write(options, records, facts=facts)
-    if not options.json:
-        _show(options, records)
+    document = {
+        "coordinates": options.numel,
+        "link": output.link_record(link),
+        "gradients": "files" if options.files else "made",
+        "rows": records,
+    }
+    return output.Result(document, _table(options, records), output.saves(options, records, document))
 
 
 def errors(codec: Codec[Any], rows: Tensor, schedule: str) -> tuple[float, float | None]:
@@ -155,7 +181,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"bandwidth cannot be {options.bandwidth}; allowed: Gbit/s above 0")
 
 
-def _show(options: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+def _table(options: argparse.Namespace, records: list[dict[str, Any]]) -> str:
     cells = [
         (
             row["codec"],
@@ -184,6 +210,6 @@ def _show(options: argparse.Namespace, records: list[dict[str, Any]]) -> None:
         "speedup",
     )
     title = f"{options.numel:,} coordinates, {options.bandwidth:g} Gbit/s, {options.latency:g} us"
-    output.show(
+    return output.table(
         title, columns, cells, note="Error on " + ("given" if options.files else "made") + " gradients; times by model."
     )

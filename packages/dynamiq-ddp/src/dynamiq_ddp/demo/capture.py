@@ -8,6 +8,7 @@ Shapes: W workers, d parameters of the model.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from dynamiq_core.errors import ConfigError
+from dynamiq_ddp.commands.guard import guarded
 
 from .data import load_corpus
 from .model import GPT
@@ -85,21 +87,25 @@ def _set_gradients(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
         parameter.grad = part.view_as(parameter)
 
 
-def main() -> None:
-    """Command line: write the captured gradients to a file."""
+def main() -> int:
+    """Command line: write the captured gradients to a file; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m dynamiq_ddp.demo.capture", description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=4, help="number of workers (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=50, help="training steps that come before (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and batches (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="file for the float32 tensor [workers, d]")
+    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
     options = parser.parse_args()
-    try:
+
+    def work() -> int:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         gradients = capture_gradients(options.workers, options.steps, recipe=Recipe(seed=options.seed))
-    except ConfigError as error:
-        parser.error(str(error))
-    torch.save(gradients, options.out)
-    print(f"{options.out}: {gradients.shape[0]} gradients of {gradients.shape[1]:,} coordinates")
+        torch.save(gradients, options.out)
+        print(f"{options.out}: {gradients.shape[0]} gradients of {gradients.shape[1]:,} coordinates")
+        return 0
+
+    return guarded(work, debug=options.debug)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 from rich.table import Table
 
 from .train import Run
@@ -74,23 +70,21 @@ class Report(NamedTuple):
         """Bytes that a rank sends per step in a ring all-reduce of float32 gradients."""
         return 2 * (self.ranks - 1) / self.ranks * 4 * self.parameters
 
-    def json(self) -> str:
-        """The figures on one line."""
-        return json.dumps(
-            {
-                "loss_allreduce": round(self.allreduce.validation_loss, 6),
-                "loss_dynamiq": round(self.dynamiq.validation_loss, 6),
-                "bits_per_coordinate": round(self.traffic.bits_per_coordinate, 4),
-                "bytes_per_step": round(self.traffic.bytes_per_step),
-                "vnmse": float(f"{self.dynamiq.vnmse:.4g}"),
-                "replicas_identical": self.dynamiq.replicas_identical,
-                "backend": self.traffic.backend,
-                "codec_seconds_per_step": float(
-                    f"{self.traffic.codec_share * statistics.fmean(self.dynamiq.step_seconds):.3g}"
-                ),
-                "seconds": round(self.seconds, 1),
-            }
-        )
+    def figures(self) -> dict[str, float | int | bool | str]:
+        """What `table` shows, for other programs."""
+        return {
+            "loss_allreduce": round(self.allreduce.validation_loss, 6),
+            "loss_dynamiq": round(self.dynamiq.validation_loss, 6),
+            "bits_per_coordinate": round(self.traffic.bits_per_coordinate, 4),
+            "bytes_per_step": round(self.traffic.bytes_per_step),
+            "vnmse": float(f"{self.dynamiq.vnmse:.4g}"),
+            "replicas_identical": self.dynamiq.replicas_identical,
+            "backend": self.traffic.backend,
+            "codec_seconds_per_step": float(
+                f"{self.traffic.codec_share * statistics.fmean(self.dynamiq.step_seconds):.3g}"
+            ),
+            "seconds": round(self.seconds, 1),
+        }
 
     def table(self) -> Table:
         """The figures for the eye."""
@@ -117,6 +111,10 @@ class Report(NamedTuple):
 
     def plot(self, path: Path) -> None:
         """Draw both loss curves and their difference into a PNG; missing directories are made."""
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import PercentFormatter
+
         plain, ours = smooth(self.allreduce.losses), smooth(self.dynamiq.losses)
         steps = range(1, len(plain) + 1)
         with rc_context(STYLE):
