@@ -161,6 +161,9 @@ class DynamiQState:
             return _completed(tensor)
         future, pending = lanes.begin(index, self._work(tensor, lanes, parameters, bucket=index), tensor.device)
         if pending is not None:
+            if index > 0 and not self._pending:
+                # A backward pass inside this one, as reentrant checkpoints make, has ended and waited for its buckets.
+                self._watch()
             self._pending.append(pending)
         return future
 
