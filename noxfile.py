@@ -156,11 +156,7 @@ def torch_versions(session: nox.Session, which: str) -> None:
     loose = Path(session.create_tmp(), "constraints.txt").resolve()
     loose.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in OF_TORCH) + "\n")
     session.install("--no-compile", "-c", str(loose), "hatchling", "editables", *TORCH_VERSIONS[which])
-    editable = [
-        argument
-        for name in (*BELOW_DDP[:2], "packages/dynamiq-transport[mpi]", "packages/dynamiq-ddp[cpu,plot]")
-        for argument in ("-e", name)
-    ]
+    editable = [argument for package in LAYERS["ddp"] for argument in ("-e", package)]
     tools = ["pytest", "hypothesis", *MPI_RUNTIME]
     session.install("--no-compile", "-c", str(loose), "--no-build-isolation", *editable, *tools)
     for layer in LAYERS:
