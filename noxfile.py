@@ -44,10 +44,13 @@ FRAMEWORKS = {
 }
 """What is installed beside DynamiQ, to train with it there."""
 
-TORCH_VERSIONS = {"minimum": "2.9.0", "newest": "2.14.1"}
-"""The oldest torch that the packages allow, and the newest to try them with."""
+TORCH_VERSIONS = {"minimum": ["torch==2.10.0", "numpy==1.26.4"], "newest": ["torch==2.14.1"]}
+"""The oldest torch that the packages allow, with a NumPy of its time, and the newest to try them with.
 
-OF_TORCH = ("torch", "triton", "sympy")
+CUDA builds come with a Triton of their own. That of torch 2.9 lacks what the kernels use.
+"""
+
+OF_TORCH = ("torch", "triton", "sympy", "numpy")
 """What a version of torch wants in versions of its own."""
 
 SIDE_BY_SIDE = ("kernels",)
@@ -152,12 +155,8 @@ def torch_versions(session: nox.Session, which: str) -> None:
     pins = Path("constraints.txt").read_text().splitlines()
     loose = Path(session.create_tmp(), "constraints.txt").resolve()
     loose.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in OF_TORCH) + "\n")
-    session.install("--no-compile", "-c", str(loose), "hatchling", "editables", f"torch=={TORCH_VERSIONS[which]}")
-    editable = [
-        argument
-        for name in (*BELOW_DDP[:2], "packages/dynamiq-transport[mpi]", "packages/dynamiq-ddp[cpu,plot]")
-        for argument in ("-e", name)
-    ]
+    session.install("--no-compile", "-c", str(loose), "hatchling", "editables", *TORCH_VERSIONS[which])
+    editable = [argument for package in LAYERS["ddp"] for argument in ("-e", package)]
     tools = ["pytest", "hypothesis", *MPI_RUNTIME]
     session.install("--no-compile", "-c", str(loose), "--no-build-isolation", *editable, *tools)
     for layer in LAYERS:

@@ -159,6 +159,36 @@ def test_a_problem_that_the_others_cannot_be_told_is_raised_as_itself(states):
     assert found == [CommunicationError, CommunicationError, InputError]
 
 
+def test_such_a_problem_is_known_everywhere_well_before_the_timeout_over_gloo(ddp_ranks):
+    """The rank that has it does not wait for a comparison that the others do not make."""
+    parameters = [[nn.Parameter(torch.zeros(5000))] for _ in range(3)]
+
+    def work(group):
+        state = DynamiQState(
+            codec=BF16(),
+            process_group=group,
+            min_compress_numel=0,
+            timeout=6 * PROMPT,
+            exempt=[torch.zeros(5000)],
+        )
+        step(state, [torch.ones(5000) for _ in parameters], parameters)
+        given = [parameters[0], (), parameters[2]] if group.rank() == 2 else parameters
+        tensors, began = [torch.ones(5000) for _ in parameters], time.monotonic()
+        error = failure(state, tensors, given)
+        assert time.monotonic() - began < PROMPT
+        state.close()
+        return error
+
+    first, second, own = ddp_ranks(3, work)
+    assert isinstance(own, InputError)
+    assert "a bucket of 5000 coordinates" in str(own)
+    for error in (first, second):
+        assert isinstance(error, CommunicationError)
+        assert error.step == 1
+        assert error.bucket in (1, 2)  # the third one is on the lane that the first bucket has left free
+        assert error.peers
+
+
 def test_changes_on_all_ranks_take_effect_in_the_next_step(states, random_rows, same_bits):
     """Not in the middle of one: the second bucket of a step is like its first."""
     rows = random_rows(3, 5000)

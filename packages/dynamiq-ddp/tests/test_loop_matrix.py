@@ -2,9 +2,15 @@
 
 `test_loops.py` looks at single features with values that arrive exactly. Here real messages are compressed, and what
 comes out is within what the codec says, and the same on all ranks.
+
+Ranks are threads. A few loops need processes, and for those this file is also the program that runs in them: six
+processes, of which two and four make a subgroup each.
 """
 
+import multiprocessing
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -12,11 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from dynamiq_ddp import DynamiQState, dynamiq_hook
 
 WIDTH = 40
 STEPS = 3
+SCHEDULES = ("ring", "butterfly")
+SUBGROUPS = {2: (0, 3), 4: (1, 2, 4, 5)}
 
 
 class Run(NamedTuple):
@@ -42,29 +51,29 @@ class Run(NamedTuple):
         return torch.randn(6, width, generator=generator)
 
 
-def fill(model):
+def fill(model, width=WIDTH):
     """Parameters that do not depend on the global generator, which the ranks' threads share."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            values = torch.randn(parameter.shape, generator=generator) / WIDTH**0.5
+            values = torch.randn(parameter.shape, generator=generator) / width**0.5
             parameter.copy_(values.to(parameter.dtype))
     return model
 
 
-def network():
-    return fill(nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]))
+def network(width=WIDTH):
+    return fill(nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(width, width), nn.Tanh())]), width)
 
 
 def gradients(module):
     return [None if p.grad is None else p.grad.detach().to_dense().clone() for p in module.parameters()]
 
 
-def passes(run, ddp, *, loss=lambda y: y.square().sum(), steps=STEPS, **zero):
+def passes(run, ddp, *, width=WIDTH, steps=STEPS, **zero):
     seen = []
     for step in range(steps):
         ddp.zero_grad(**zero)
-        loss(ddp(run.x(step))).backward()
+        ddp(run.x(step, width)).square().sum().backward()
         seen += gradients(ddp)
     return seen
 
@@ -190,7 +199,30 @@ def an_error_and_another_pass(run):
     return passes(run, again)
 
 
-LOOPS = [
+class Checkpointed(nn.Module):
+    """Computes every part again in the backward pass; the reentrant way in backward passes of their own."""
+
+    def __init__(self, *, reentrant):
+        super().__init__()
+        layers = network()
+        self.parts, self.reentrant = nn.ModuleList(layers[i : i + 2] for i in range(0, len(layers), 2)), reentrant
+
+    def forward(self, x):
+        x.requires_grad_()  # without which the reentrant way makes no graph
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return x
+
+
+def activation_checkpoints(run):
+    return passes(run, run.wrap(Checkpointed(reentrant=False)))
+
+
+def reentrant_checkpoints(run):
+    return passes(run, run.wrap(Checkpointed(reentrant=True)))
+
+
+THREADED = [
     plain_and_rebuilt,
     bucket_views,
     static_graph,
@@ -201,36 +233,127 @@ LOOPS = [
     mixed_parameters,
     several_models,
     an_error_and_another_pass,
+    activation_checkpoints,
+    reentrant_checkpoints,
 ]
 
 
-@pytest.mark.parametrize("schedule", ["ring", "butterfly"])
+def uneven_inputs(run):
+    """The first rank goes on longest, and the others contribute nothing to its last steps."""
+    ddp, seen = run.wrap(network()), []
+    with ddp.join():
+        for step in range(run.group.size() - run.rank):
+            ddp.zero_grad()
+            ddp(run.x(step)).square().sum().backward()
+            seen += gradients(ddp)
+    return seen
+
+
+def compiled(run):
+    """Both ways round. The graph is cut where buckets end, of which the first must have 1 MB at least."""
+    ddp = torch.compile(run.wrap(network(400), bucket_cap_mb=1), backend="aot_eager")
+    inner = run.wrap(torch.compile(network(400), backend="aot_eager"), bucket_cap_mb=1)
+    return passes(run, ddp, width=400) + passes(run, inner, width=400)
+
+
+IN_PROCESSES = [plain_and_rebuilt, uneven_inputs, compiled]
+"""In a subgroup, over torch's table of groups, and with a compiler whose state all threads would share."""
+
+
+def settings(schedule, *, feedback):
+    return {"bits": 8.0, "schedule": schedule, "error_feedback": feedback}
+
+
+def outcome(loop, group, settings):
+    """What a rank's loop gives, and how far it may be off as a part of the energy."""
+    run = Run(group, settings, [])
+    found = loop(run)
+    return found, max((state.stats().predicted_vnmse for state in run.states), default=0.0)
+
+
+def check(results, expected, *, feedback):
+    """All ranks of a run against one rank of another, that had no hook.
+
+    A rank that has run out of data has fewer gradients than the first.
+    """
+    found, predicted = results[0]
+    for other, _ in results:
+        pairs = zip(found, other, strict=False)
+        assert all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in pairs)
+    # With error feedback, the last step's errors come on top.
+    bound = (4 if feedback else 2) * predicted**0.5
+    assert 0 < bound < 0.5
+    error = energy = 0.0
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.dtype == b.dtype
+            wide = torch.complex128 if a.is_complex() else torch.float64
+            error += float((a.to(wide) - b.to(wide)).abs().square().sum())
+            energy += float(b.to(wide).abs().square().sum())
+    assert 0 < error**0.5 <= bound * energy**0.5
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", THREADED, ids=lambda loop: loop.__name__)
 def test_gradients_are_those_of_stock_ddp_within_the_bound(loop, n, schedule, ddp_ranks):
     expected = ddp_ranks(n, lambda group: loop(Run(group, None, [])))[0]
     for feedback in (False, True):
+        with_hook = settings(schedule, feedback=feedback)
+        results = ddp_ranks(n, lambda group, with_hook=with_hook: outcome(loop, group, with_hook))
+        assert len({len(found) for found, _ in results}) == 1
+        check(results, expected, feedback=feedback)
 
-        def work(group, feedback=feedback):
-            run = Run(group, {"bits": 8.0, "schedule": schedule, "error_feedback": feedback}, [])
-            found = loop(run)
-            return found, [state.stats() for state in run.states]
 
-        results = ddp_ranks(n, work)
-        found, stats = results[0]
-        for other, _ in results:
-            pairs = zip(found, other, strict=True)
-            assert all((a is None) == (b is None) and (a is None or torch.equal(a, b)) for a, b in pairs)
-        # With error feedback, the last step's errors come on top.
-        predicted = max(each.predicted_vnmse for each in stats)
-        bound = (4 if feedback else 2) * predicted**0.5
-        assert 0 < bound < 0.5
-        error = energy = 0.0
-        for a, b in zip(found, expected, strict=True):
-            assert (a is None) == (b is None)
-            if a is not None:
-                assert a.dtype == b.dtype
-                wide = torch.complex128 if a.is_complex() else torch.float64
-                error += float((a.to(wide) - b.to(wide)).abs().square().sum())
-                energy += float(b.to(wide).abs().square().sum())
-        assert 0 < error**0.5 <= bound * energy**0.5
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, run_program):
+    """Where the processes have left what they found."""
+    folder = tmp_path_factory.mktemp("loops")
+    status, _, errors = run_program([sys.executable, __file__, str(folder)], timeout=280)
+    assert status == 0, errors[-6000:]
+    return folder
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("n", SUBGROUPS)
+@pytest.mark.parametrize("loop", IN_PROCESSES, ids=lambda loop: loop.__name__)
+def test_gradients_of_processes_are_those_of_stock_ddp_within_the_bound(loop, n, schedule, folder):
+    ranks = [torch.load(folder / f"{loop.__name__} {rank}", weights_only=False) for rank in SUBGROUPS[n]]
+    expected, _ = ranks[0]["plain"]
+    for feedback in (False, True):
+        results = [found[f"{schedule} {feedback}"] for found in ranks]
+        lengths = [len(found) // len(list(network().parameters())) for found, _ in results]
+        assert lengths == (list(range(n, 0, -1)) if loop is uneven_inputs else [lengths[0]] * n)
+        check(results, expected, feedback=feedback)
+
+
+def process(rank, folder):
+    """One of the six: every loop in its subgroup, with the hook and without."""
+    size = sum(map(len, SUBGROUPS.values()))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    made = [(dist.new_group(list(members)), members) for members in SUBGROUPS.values()]
+    (group,) = [group for group, members in made if rank in members]
+    for loop in IN_PROCESSES:
+        found = {"plain": outcome(loop, group, None)}
+        for schedule in SCHEDULES:
+            for feedback in (False, True):
+                with_hook = settings(schedule, feedback=feedback)
+                found[f"{schedule} {feedback}"] = outcome(loop, group, with_hook)
+        torch.save(found, Path(folder, f"{loop.__name__} {rank}"))
+
+
+def main():
+    # Forked, so that torch is imported once.
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=process, args=(rank, sys.argv[1]), daemon=True) for rank in range(6)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(any(rank.exitcode for rank in ranks))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from dynamiq_core import InputError
 from dynamiq_core.baselines import BF16
 from dynamiq_ddp import DynamiQState, dynamiq_hook
 
@@ -351,6 +353,36 @@ def test_an_exception_in_the_backward_pass_does_not_poison_the_state(ddp_ranks):
         return float(model.last.weight.grad)
 
     assert ddp_ranks(2, work) == [1.5] * 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_error_under_activation_checkpoints_is_raised_as_itself(reentrant, ddp_ranks):
+    """A reentrant checkpoint has a backward pass of its own, which ends before the buckets of the outer one begin."""
+
+    class Failing(BF16):
+        def plan(self, statistics, numel, *, bucket, **others):
+            if bucket == 2:
+                raise InputError("the codec met something odd")
+            return super().plan(statistics, numel, bucket=bucket, **others)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Sequential(scalar(), scalar(), scalar()), nn.Sequential(scalar(), scalar())
+
+        def forward(self, x):
+            return checkpoint(self.last, self.first(x), use_reentrant=reentrant)
+
+    def work(group):
+        ddp = DistributedDataParallel(Model(), process_group=group, bucket_cap_mb=1e-6)
+        state = DynamiQState(codec=Failing(), process_group=group, min_compress_numel=0)
+        ddp.register_comm_hook(state, dynamiq_hook)
+        ddp(torch.ones(1, 1)).sum().backward()  # in one bucket
+        with pytest.raises(InputError, match="something odd"):
+            ddp(torch.ones(1, 1)).sum().backward()
+        return True
+
+    assert ddp_ranks(2, work) == [True] * 2
 
 
 def test_many_passes_over_a_large_parameter(ddp_ranks):

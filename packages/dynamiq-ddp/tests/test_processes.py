@@ -53,6 +53,15 @@ def test_a_compiled_model_calls_the_hook_once(found):
     assert [rank["compiled"] for rank in found] == [[2.0, [0]]] * SIZE
 
 
+def test_join_divides_by_the_size_of_the_group_whatever_it_is_told_as_with_every_hook(found):
+    assert sorted(rank["divisor_of_join"] for rank in found) == [[3.0, 1.0] * 2, [3.0] * 2, [3.0] * 2]
+
+
+def test_a_compiler_mode_without_buckets_is_refused_on_every_rank(found):
+    assert all("cannot average a tuple" in rank["without_buckets"] for rank in found)
+    assert all("python_reducer" in rank["without_buckets"] for rank in found)
+
+
 def test_a_resumed_run_continues_bit_for_bit(found):
     whole = found[0]["resumed"][0]
     assert [rank["resumed"] for rank in found] == [[whole, [0, whole], [3, whole]]] * SIZE

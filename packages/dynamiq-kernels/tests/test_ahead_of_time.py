@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -174,18 +175,27 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], d
 EVERY = [(name, target) for name in KERNELS for target in TARGETS]
 
 
+@pytest.fixture
+def of_todays_compiler() -> None:
+    """For figures that an older compiler does not reach with the same kernels."""
+    found = version("triton")
+    if tuple(map(int, found.split(".")[:2])) < (3, 7):
+        pytest.skip(f"Triton {found} takes more registers and instructions; the figures are those of 3.7 and later")
+
+
+def test_nothing_is_spilled(reports):
+    assert {key: (row["spills"], row["stack"]) for key, row in reports.items()} == dict.fromkeys(EVERY, (0, 0))
+
+
 @pytest.mark.parametrize(("name", "target"), EVERY)
-def test_no_spills_no_local_memory_and_registers_for_half_the_warps(reports, name, target):
-    row = reports[name, target]
-    assert row["spills"] == 0
-    assert row["stack"] == 0
+def test_registers_for_half_the_warps(reports, name, target, of_todays_compiler):
     # 64 registers let 32 of an SM's 64 warps run at a time; 128 let four wavefronts run on a SIMD. Two messages at a
     # time have more loads under way instead. A limit of 64 would make the other kernels use as many, too.
-    assert row["registers"] <= (128 if target == "gfx942" else 72 if "2 messages" in name else 56)
+    assert reports[name, target]["registers"] <= (128 if target == "gfx942" else 72 if "2 messages" in name else 56)
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_nothing_goes_through_shared_memory(reports, name):
+def test_nothing_goes_through_shared_memory(reports, name, of_todays_compiler):
     assert reports[name, "sm_90"]["shared"] == 0
     assert reports[name, "sm_80"]["shared"] == 0
 
@@ -204,7 +214,7 @@ def test_gradients_are_loaded_as_vectors(reports, target):
     assert reports["statistics fp32", target]["narrow_loads"] == 0
 
 
-def test_instructions_per_super_group(reports):
+def test_instructions_per_super_group(reports, of_todays_compiler):
     """What a warp issues for a super-group of width 5: an upper bound with little room, to notice when it grows."""
     hop = reports["hop fp32", "sm_90"]["per_super_group"]
     print(f"hop: {hop} instructions per super-group")

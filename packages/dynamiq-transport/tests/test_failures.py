@@ -39,7 +39,8 @@ def survivors_of() -> Iterator[Callable[[str, str], list[dict[str, Any]]]]:
         started.append(process)
         out, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, err[-5000:]
-        return sorted((json.loads(line) for line in out.splitlines()), key=lambda result: int(result["rank"]))
+        reports = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        return sorted(reports, key=lambda report: int(report["rank"]))
 
     yield run
     for process in started:

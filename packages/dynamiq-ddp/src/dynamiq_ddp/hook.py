@@ -27,7 +27,8 @@ def dynamiq_hook(state: DynamiQState, bucket: GradBucket) -> torch.futures.Futur
         A future of the mean, in the bucket's dtype, with the same bits on every rank.
 
     Raises:
-        InputError: the arguments are something else, for instance those that FSDP hands to its hooks.
+        InputError: the arguments are something else, for instance those that FSDP hands to its hooks, or DDP without
+            buckets, as with ``torch.compile`` in its mode ``"python_reducer"``.
         DynamiQError: something went wrong with an earlier bucket, or while this one was begun.
     """
     if not isinstance(state, DynamiQState):
@@ -35,6 +36,7 @@ def dynamiq_hook(state: DynamiQState, bucket: GradBucket) -> torch.futures.Futur
     if not isinstance(bucket, GradBucket):
         raise InputError(
             f"dynamiq_hook cannot average a {type(bucket).__name__}; allowed: a bucket of DistributedDataParallel, "
-            "through register_comm_hook. FSDP shards gradients and has hooks of another kind."
+            "through register_comm_hook. FSDP shards gradients and has hooks of another kind; DDP itself hands over "
+            "single gradients if torch._dynamo.config.optimize_ddp is 'python_reducer' (allowed: 'ddp_optimizer')."
         )
     return state.begin(bucket.buffer(), index=bucket.index(), parameters=bucket.parameters())

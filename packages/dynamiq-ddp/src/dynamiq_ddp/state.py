@@ -161,6 +161,9 @@ class DynamiQState:
             return _completed(tensor)
         future, pending = lanes.begin(index, self._work(tensor, lanes, parameters, bucket=index), tensor.device)
         if pending is not None:
+            if index > 0 and not self._pending:
+                # A backward pass inside this one, as reentrant checkpoints make, has ended and waited for its buckets.
+                self._watch()
             self._pending.append(pending)
         return future
 
@@ -173,7 +176,10 @@ class DynamiQState:
         try:
             way = self._choose(tensor, lanes, parameters, step, bucket)
         except DynamiQError as error:
-            comparison = _comparison(known, tensor, changed=True, first=first)
+            # Alone with a comparison, this rank would wait for the timeout. The others compare a later bucket if the
+            # settings have changed, of which all have heard in the first one; if not, they see that this rank leaves.
+            changed = known is not None and known["settings"] != self._held_in_words()
+            comparison = _comparison(known, tensor, changed=changed, first=first)
             return reporting(
                 error, tensor.device, step=step, bucket=bucket, comparison=comparison, gate=gate, first=first
             )
@@ -184,7 +190,7 @@ class DynamiQState:
 
     def _choose(self, tensor: Tensor, lanes: Lanes, parameters: Sequence[Tensor], step: int, bucket: int) -> Way:
         """How a bucket is averaged: a function of what is the same on all ranks."""
-        settings, exemption, changes = self._held
+        settings, exemption, _ = self._held
         ranges = exemption.ranges(tensor.numel(), parameters)
         codec: Codec[Any] = Exact(tensor.dtype)
         compressible = tensor.dtype in DTYPES and step >= settings.warmup_steps
@@ -209,8 +215,12 @@ class DynamiQState:
             exempt_route=route(Exact(tensor.dtype), tensor.numel() - ranges.compressed) if ranges.some else None,
             measured=every > 0 and step % every == 0 and not exact,
             feedback=None if exact else self._feedback(tensor, chosen, lanes, others, bucket=bucket),
-            settings=f"{settings.summary()}, changed {changes} times",
+            settings=self._held_in_words(),
         )
+
+    def _held_in_words(self) -> str:
+        settings, _, changes = self._held
+        return f"{settings.summary()}, changed {changes} times"
 
     def _feedback(
         self, tensor: Tensor, route: Route | NodeRoute, lanes: Lanes, parameters: Sequence[Tensor], *, bucket: int

@@ -8,9 +8,10 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamiq_core import ConfigError, DynamiQ
+from dynamiq_core import ConfigError, DynamiQ, InputError
 from dynamiq_core.baselines import BF16
 from dynamiq_ddp import DynamiQState, all_reduce, dynamiq_hook
 from dynamiq_transport import TorchTransport
@@ -92,6 +93,31 @@ def compiled():
     return [float(ddp.module.weight.grad), calls]
 
 
+def without_buckets():
+    """In this mode of the compiler DDP has none, and calls its hook with each gradient."""
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp = wrap(scalar(), exact_state())
+        try:
+            torch.compile(ddp, backend="eager")(torch.ones(1, 1)).sum().backward()
+        except InputError as error:
+            return str(error)
+    return "no error"
+
+
+def divisor_of_join():
+    """DDP leaves the division to a hook, which cannot know how many ranks are still there."""
+    results = []
+    for hook in (dynamiq_hook, allreduce_hook):
+        ddp = DistributedDataParallel(scalar())
+        ddp.register_comm_hook(exact_state() if hook is dynamiq_hook else None, hook)
+        with ddp.join(divide_by_initial_world_size=False):
+            for _ in range(1 + (dist.get_rank() == 0)):
+                ddp.zero_grad()
+                ddp(torch.full((1, 1), 3.0)).sum().backward()
+                results.append(float(ddp.module.weight.grad))
+    return results
+
+
 def resumed():
     """Six steps with error feedback, against three, a checkpoint, and three more in a new process's worth of objects.
 
@@ -140,6 +166,19 @@ def first_traffic():
         return all_reduce(x, transport=transport, codec=DynamiQ()).tolist()
 
 
+CHECKS = (
+    group_none_or_world,
+    subgroup,
+    join,
+    divisor_of_join,
+    compiled,
+    resumed,
+    rebound,
+    first_traffic,
+    without_buckets,  # the last one, as torch changes its compiler's settings for it and leaves them so
+)
+
+
 def main():
     early = exact_state()
     try:
@@ -149,7 +188,7 @@ def main():
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     found = {"before": before}
-    for check in (group_none_or_world, subgroup, join, compiled, resumed, rebound, first_traffic):
+    for check in CHECKS:
         found[check.__name__] = check()
     ddp = wrap(scalar(), early)
     ddp(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()

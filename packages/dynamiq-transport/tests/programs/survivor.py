@@ -91,7 +91,8 @@ def run_rank(rank: int, size: int, port: int, fault: str, pattern: str, timeout:
         survivors = [other for other in range(size) if other != victim]
         use_group(store, "second", survivors.index(rank), size - 1, timeout=60.0)
         result["second_group"] = "works"
-        os.write(1, (json.dumps(result) + "\n").encode())  # in one piece, since the ranks share the pipe
+        # In one piece, since the ranks share the pipe, and on its own line, since the Gloo of torch 2.10 writes there.
+        os.write(1, f"\n{json.dumps(result)}\n".encode())
 
 
 def use_group(store: Store, name: str, rank: int, size: int, timeout: float) -> None:
