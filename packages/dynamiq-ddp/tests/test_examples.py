@@ -55,7 +55,7 @@ def test_train() -> None:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], said
-    *steps, last = said[0][0].splitlines()
+    *steps, last = [line for line in said[0][0].splitlines() if not line.startswith("[Gloo]")]  # of torch 2.10
     losses = [numbers(line)[1] for line in steps]
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 3

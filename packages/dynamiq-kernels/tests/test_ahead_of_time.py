@@ -214,8 +214,10 @@ def test_gradients_are_loaded_as_vectors(reports, target):
     assert reports["statistics fp32", target]["narrow_loads"] == 0
 
 
-def test_instructions_per_super_group(reports, of_todays_compiler):
+def test_instructions_per_super_group(reports):
     """What a warp issues for a super-group of width 5: an upper bound with little room, to notice when it grows."""
+    if not version("triton").startswith("3.7."):
+        pytest.skip(f"Triton {version('triton')} counts otherwise; the bound is for 3.7, with which the tests are run")
     hop = reports["hop fp32", "sm_90"]["per_super_group"]
     print(f"hop: {hop} instructions per super-group")
     assert hop <= 450
