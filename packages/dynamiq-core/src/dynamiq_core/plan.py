@@ -5,13 +5,14 @@ Shapes: d coordinates, M super-groups, C chunks, K = ceil(M / C) super-groups in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dynamiq_core import wire
-from dynamiq_core.allocation import allocate, cost, hull, normalised_errors
+from dynamiq_core.allocation import Step, allocate, cost, hull, normalised_errors
 from dynamiq_core.config import MAX_WIDTH, CodecConfig
 from dynamiq_core.constants import constant
 from dynamiq_core.packing import PLANE
@@ -125,8 +126,7 @@ def make_plan(
     present = index >= 0
     entries = torch.where(present, relative[index], 0.0)
     sent = entries > 0 if config.widths[0] == 0 else present
-    affordable = all(size >= cost(config.floor, config) * length for size, length in zip(sizes, lengths, strict=True))
-    lowest, steps = hull(config, gain, floor=config.floor if affordable else 0)
+    lowest, steps = ladder(config, sizes, lengths, gain)
     capacities = constant(sizes, torch.int64, device) - cost(lowest, config) * sent.sum(dim=1)
     width = torch.where(sent, allocate(entries, capacities, steps, lowest), 0)
     index, width = _in_order(index, width)
@@ -134,8 +134,7 @@ def make_plan(
 
     planes = width.cumsum(dim=1) * PLANE
     nonzero = (width > 0).sum(dim=1)
-    errors = constant(normalised_errors(config), torch.float64, device) * gain
-    errors[0] = 1.0
+    errors = constant(expected_errors(config, gain), torch.float64, device)
     lost = torch.where(present, residual[index] * errors[width], 0.0).sum()
     offset = (planes - width * PLANE).to(torch.int32)
     subtracted = torch.where(present, mean[index], 0.0).view(torch.int32)
@@ -152,6 +151,31 @@ def make_plan(
         nonzero=nonzero.to(torch.int32),
         expected_error=lost,
     )
+
+
+def ladder(
+    config: CodecConfig, sizes: Sequence[int], lengths: Sequence[int], gain: float
+) -> tuple[int, tuple[Step, ...]]:
+    """The lowest width and the steps above it: from the floor up, if all messages can afford that.
+
+    Args:
+        config: widths and kind of quantiser.
+        sizes: bytes of each chunk's message.
+        lengths: super-groups of each chunk.
+        gain: as for `dynamiq_core.allocation.hull`.
+    """
+    affordable = all(size >= cost(config.floor, config) * length for size, length in zip(sizes, lengths, strict=True))
+    return hull(config, gain, floor=config.floor if affordable else 0)
+
+
+def expected_errors(config: CodecConfig, gain: float) -> tuple[float, ...]:
+    """Squared error of the sum over the workers relative to the energy of a super-group, for widths 0 to 8.
+
+    Args:
+        config: kind of quantiser.
+        gain: as for `dynamiq_core.allocation.hull`; a super-group of width 0 loses its energy once.
+    """
+    return (1.0, *(error * gain for error in normalised_errors(config)[1:]))
 
 
 def _deal(order: Tensor, chunks: int) -> Tensor:
