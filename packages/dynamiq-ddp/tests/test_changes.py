@@ -249,20 +249,21 @@ def test_tokens_travel_with_the_first_messages_and_not_before_them(ranks):
         assert events[4:] == [event for k in range(2, 2 * (n - 1) + 1) for event in (("post", k, [size]), ("wait", k))]
 
 
-def test_a_peer_that_is_gone_because_of_the_tokens_is_no_lost_peer(ranks):
+@pytest.mark.parametrize("refused", [1, 2], ids=["first messages", "receives posted ahead"])
+def test_a_peer_that_is_gone_because_of_the_tokens_is_no_lost_peer(ranks, refused):
     """Rank 0 is slow: the others have compared and left before it posts its messages, which is refused then."""
 
     class Late(Transport):
-        """Posts its second batch when the others have left, as a transport that notices this at once."""
+        """Posts a batch behind the tokens when the others have left, as a transport that notices this at once."""
 
         def __init__(self, transport):
-            self.rank, self.size, self.first = transport.rank, transport.size, None
+            self.rank, self.size, self.posted = transport.rank, transport.size, 0
             self._transport = transport
 
         def exchange(self, sends, recvs):
-            if self.first is None:
-                self.first = self._transport.exchange(sends, recvs)
-                return self.first
+            self.posted += 1
+            if self.posted <= refused:
+                return self._transport.exchange(sends, recvs)
             raise TransportError("rank 1 has closed", (1,))
 
         def close(self):
@@ -274,7 +275,10 @@ def test_a_peer_that_is_gone_because_of_the_tokens_is_no_lost_peer(ranks):
         message = torch.empty(100, dtype=torch.uint8)
         other = (transport.rank + 1) % 3, (transport.rank - 1) % 3
         try:
-            comparing.exchange([(other[0], message)], [(other[1], message.clone())]).wait()
+            first = comparing.exchange([(other[0], message)], [(other[1], message.clone())])
+            ahead = comparing.exchange([], [(other[1], message.clone())])
+            first.wait()
+            ahead.wait()
         finally:
             transport.abort()
 

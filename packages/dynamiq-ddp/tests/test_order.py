@@ -61,6 +61,25 @@ def test_every_step_is_one_batch_with_its_sends_and_receives(schedule, ranks):
         assert all(sends == recvs >= 1 for sends, recvs in batches)
 
 
+class WatchedAhead(Watched):
+    posts_ahead = True
+
+
+@pytest.mark.parametrize("schedule", ["ring", "butterfly", "direct"])
+def test_receives_are_posted_a_step_ahead_where_the_transport_allows_it(schedule, ranks):
+    def work(transport, kind):
+        watched = kind(transport)
+        x = torch.randn(5000, generator=torch.Generator().manual_seed(transport.rank))
+        all_reduce(x, transport=watched, codec=BF16(), schedule=schedule, check=False)
+        return x, [(sends > 0, recvs > 0) for _, sends, recvs in watched.batches]
+
+    expected = ranks(4, lambda transport: work(transport, Watched))
+    for (x, batches), (plain, _) in zip(ranks(4, lambda t: work(t, WatchedAhead)), expected, strict=True):
+        assert torch.equal(x, plain)
+        later = BATCHES[schedule] - 1
+        assert batches == [(True, True), *[(False, True), (True, False)] * later]
+
+
 def layers():
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
     for parameter in model.parameters():

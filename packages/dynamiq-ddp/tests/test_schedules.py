@@ -8,7 +8,7 @@ import torch
 from dynamiq_core import ConfigError, DynamiQ
 from dynamiq_core.baselines import BF16
 from dynamiq_ddp import ConfigMismatchError, Meter, all_reduce, simulate
-from dynamiq_ddp.route import find_route
+from dynamiq_ddp.route import find_route, quick_route
 from dynamiq_transport import Schedule, Step, butterfly, direct, gain, ring
 
 
@@ -167,3 +167,13 @@ def test_traffic_does_not_depend_on_the_values(schedule, random_rows):
     sent = [simulate(values, codec=DynamiQ(), schedule=schedule).bytes_sent for values in (rows, sparse, rows * 1e-30)]
     assert torch.equal(sent[0], sent[1])
     assert torch.equal(sent[0], sent[2])
+
+
+@pytest.mark.parametrize(("n", "in_a_row", "messages"), [(2, 2, 2), (3, 2, 4), (4, 2, 6), (6, 2, 10), (8, 6, 6)])
+def test_what_is_small_takes_few_messages_in_a_row_and_to_few_peers(n, in_a_row, messages):
+    for rank in range(n):
+        route = quick_route(rank, n)
+        steps = (*route.schedule.reduce, *route.schedule.gather)
+        assert len(steps) == in_a_row
+        assert sum(len(step.sends) for step in steps) == messages
+        assert route.moved == pytest.approx(2 * (n - 1) / n)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from dynamiq_core import CodecConfig, DynamiQ, Received
+from dynamiq_core import CodecConfig, DynamiQ, DynamiQPlan, Received
 from dynamiq_kernels import operations, warmup
 
 WORKERS = 4
@@ -34,7 +34,11 @@ def jobs(codec: DynamiQ, numel: int) -> dict[str, Callable[[], object]]:
     loudness = torch.exp(torch.randn(-(-numel // 256), generator=generator)).repeat_interleave(256)[:numel]
     x = torch.randn(numel, generator=generator) * loudness
     rows = codec.merge_statistics([codec.statistics(x)] * WORKERS)
-    plan = codec.plan(rows, numel, device=x.device, workers=WORKERS, chunks=CHUNKS)
+
+    def make_plan() -> DynamiQPlan:
+        return codec.plan(rows, numel, device=x.device, workers=WORKERS, chunks=CHUNKS)
+
+    plan = make_plan()
     first = codec.compress(x, plan, chunk=0, slot=0)
     out, mean = torch.empty_like(first), torch.empty_like(x)
     received = [Received(first, 0)]
@@ -43,6 +47,7 @@ def jobs(codec: DynamiQ, numel: int) -> dict[str, Callable[[], object]]:
         "compress": lambda: codec.compress(x, plan, chunk=0, slot=0, out=out),
         "finish": lambda: codec.decompress(first, plan, chunk=0, slot=0, out=mean),
         "statistics": lambda: codec.statistics(x),
+        "plan": make_plan,
     }
 
 

@@ -189,6 +189,11 @@ def test_calls_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert group.log == ["allreduce on cuda:0", "wait()", "irecv 0 isend 2", "isend 2", "wait()", "wait()"]
 
 
+def test_receives_go_ahead_with_gloo_and_not_without_it(gloo_threads: Threads) -> None:
+    assert gloo_threads(2, lambda group: TorchTransport(group, timeout=5.0).posts_ahead) == [True, True]
+    assert not TorchTransport(_Group(1, 4), timeout=5.0).posts_ahead  # type: ignore[call-arg]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL between ranks needs two GPUs")
 def test_nccl() -> None:
     """The first traffic of a new group is of some ranks only, then every pair speaks."""

@@ -95,15 +95,18 @@ class CodecConfig:
 
     @property
     def floor(self) -> int:
-        """The narrowest width of a super-group that has any energy.
+        """The narrowest width of a super-group that has any energy, where 0 is among the widths.
 
-        To drop the super-groups of least energy lowers the squared error, but it is a bias, and optimisers that scale
-        every parameter's step by its own gradient would never train them. They are dropped only if 0 is among the
-        widths and the budget is less than two bits above the next one, where the others would suffer too much;
-        otherwise width 0 is for those without energy.
+        The squared error alone would give super-groups of little energy next to nothing. Optimisers that scale every
+        parameter's step by its own gradient, such as Adam, train such parameters as much as all others, so for them the
+        error counts relative to the super-group's own energy. Hence none gets more than two bits below the budget, or
+        the next narrower one of the widths: 3 bits at a budget of 5. Where that would be below all of the widths, the
+        others would suffer too much, and super-groups of least energy are dropped.
+
+        Where 0 is not among the widths, as published, it is the narrowest of them.
         """
         lowest, *others = self.widths
-        return others[0] if lowest == 0 and self.bits >= others[0] + 2 else lowest
+        return max((w for w in others if w <= self.bits - 2), default=0) if lowest == 0 else lowest
 
     def _check_widths(self) -> None:
         widths = self.widths

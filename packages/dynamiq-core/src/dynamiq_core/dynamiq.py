@@ -12,7 +12,7 @@ from torch import Tensor
 from dynamiq_core import reference, statistics, wire
 from dynamiq_core.config import CodecConfig
 from dynamiq_core.errors import InputError
-from dynamiq_core.plan import DynamiQPlan, make_plan
+from dynamiq_core.plan import DynamiQPlan
 from dynamiq_core.protocol import Codec, Encoding, Received
 from dynamiq_core.rounding import Key
 from dynamiq_core.statistics import as_super_groups, super_groups
@@ -28,6 +28,18 @@ class Operations(Protocol):
     def name(self) -> str: ...
 
     def statistics(self, x: Tensor) -> Tensor: ...
+
+    def make_plan(
+        self,
+        statistics: Tensor,
+        numel: int,
+        *,
+        config: CodecConfig,
+        key: Key,
+        workers: int,
+        chunks: int,
+        gain: float,
+    ) -> DynamiQPlan: ...
 
     def decompress_accumulate_recompress(
         self, received: Sequence[Received], x: Tensor, plan: DynamiQPlan, *, chunk: int, slot: int, out: Tensor
@@ -122,7 +134,7 @@ class DynamiQ(Codec[DynamiQPlan]):
             raise InputError(f"statistics of shape {tuple(statistics.shape)} do not belong to {numel} coordinates")
         if gain is not None and not 0 < gain < math.inf:
             raise InputError(f"gain must be a positive number, not {gain}")
-        return make_plan(
+        return self.operations.make_plan(
             statistics.to(device),
             numel,
             config=self.config,

@@ -5,13 +5,14 @@ Shapes: d coordinates, M super-groups, C chunks, K = ceil(M / C) super-groups in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dynamiq_core import wire
-from dynamiq_core.allocation import allocate, chained_errors, cost, hull
+from dynamiq_core.allocation import Step, allocate, chained_errors, cost, hull
 from dynamiq_core.config import MAX_WIDTH, CodecConfig
 from dynamiq_core.constants import constant
 from dynamiq_core.packing import PLANE
@@ -153,8 +154,7 @@ def make_plan(
     present = index >= 0
     entries = torch.where(present, relative[index], 0.0)
     sent = entries > 0 if config.widths[0] == 0 else present
-    affordable = all(size >= cost(config.floor, config) * length for size, length in zip(sizes, lengths, strict=True))
-    lowest, steps = hull(config, gain, floor=config.floor if affordable else 0)
+    lowest, steps = ladder(config, sizes, lengths, gain)
     capacities = constant(sizes, torch.int64, device) - cost(lowest, config) * sent.sum(dim=1)
     width = torch.where(sent, allocate(entries, capacities, steps, lowest), 0)
     index, width = _in_order(index, width)
@@ -180,6 +180,21 @@ def make_plan(
         energies=energies,
         errors=energies * errors[width],
     )
+
+
+def ladder(
+    config: CodecConfig, sizes: Sequence[int], lengths: Sequence[int], gain: float
+) -> tuple[int, tuple[Step, ...]]:
+    """The lowest width and the steps above it: from the floor up, if all messages can afford that.
+
+    Args:
+        config: widths and kind of quantiser.
+        sizes: bytes of each chunk's message.
+        lengths: super-groups of each chunk.
+        gain: as for `dynamiq_core.allocation.hull`.
+    """
+    affordable = all(size >= cost(config.floor, config) * length for size, length in zip(sizes, lengths, strict=True))
+    return hull(config, gain, floor=config.floor if affordable else 0)
 
 
 def _deal(order: Tensor, chunks: int) -> Tensor:

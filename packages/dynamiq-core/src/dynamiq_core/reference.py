@@ -19,6 +19,7 @@ from dynamiq_core.config import GROUP, GROUPS, SUPER_GROUP
 from dynamiq_core.fused import multiply_add
 from dynamiq_core.levels import COLUMNS, distances, level_table, positions
 from dynamiq_core.plan import DynamiQPlan
+from dynamiq_core.plan import make_plan as make_plan
 from dynamiq_core.protocol import Received
 from dynamiq_core.rounding import scale_draws, thresholds
 from dynamiq_core.statistics import as_super_groups

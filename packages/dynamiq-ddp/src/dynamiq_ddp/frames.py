@@ -70,9 +70,10 @@ class Frames:
         sizes: bytes of each message, without its header.
         device: where the buffer lives.
         align: frames start at multiples of this.
+        buffer: uint8, laid out like this already; a new one when None.
     """
 
-    def __init__(self, sizes: Sequence[int], device: torch.device, *, align: int) -> None:
+    def __init__(self, sizes: Sequence[int], device: torch.device, *, align: int, buffer: Tensor | None = None) -> None:
         self._sizes = sizes
         self._starts = []
         self._align = align
@@ -81,7 +82,7 @@ class Frames:
             start = -(-end // align) * align
             self._starts.append(start)
             end = start + HEADER + size
-        self.buffer = torch.empty(end, dtype=torch.uint8, device=device)
+        self.buffer = torch.empty(end, dtype=torch.uint8, device=device) if buffer is None else buffer
 
     def header(self, chunk: int) -> Tensor:
         """uint8 [16]."""
@@ -93,9 +94,10 @@ class Frames:
         start = self._starts[chunk] + HEADER
         return self.buffer[start : start + self._sizes[chunk]]
 
-    def room_for(self, chunks: Sequence[int]) -> Frames:
+    def room_for(self, chunks: Sequence[int], buffer: Tensor | None = None) -> Frames:
         """Room for some of the chunks, in the order given and laid out as `piece` lays them out."""
-        return Frames([self._sizes[chunk] for chunk in chunks], self.buffer.device, align=self._align)
+        sizes = [self._sizes[chunk] for chunk in chunks]
+        return Frames(sizes, self.buffer.device, align=self._align, buffer=buffer)
 
     def piece(self, chunks: Sequence[int]) -> Tensor:
         """The frames of some chunks as one contiguous piece: a view where they are neighbours, otherwise a copy."""
@@ -117,8 +119,7 @@ class Frames:
         """Bring the frames of a piece that was received into their places, if they are not there already."""
         if self._view(chunks) is not None:
             return
-        room = self.room_for(chunks)
-        room.buffer = landed
+        room = self.room_for(chunks, landed)
         for i, chunk in enumerate(chunks):
             self.header(chunk).copy_(room.header(i))
             self.message(chunk).copy_(room.message(i))

@@ -82,6 +82,7 @@ class MeteredTransport(Transport):
     def __init__(self, transport: Transport, meter: Meter, phase: Phase) -> None:
         self.rank = transport.rank
         self.size = transport.size
+        self.posts_ahead = transport.posts_ahead
         self._transport = transport
         self._meter = meter
         self._phase: Phase = phase

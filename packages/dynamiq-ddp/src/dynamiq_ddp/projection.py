@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from dynamiq_core import Codec, ConfigError
-from dynamiq_transport import Link, ScheduleFunction, butterfly, direct
+from dynamiq_transport import Link, ScheduleFunction
 from dynamiq_transport.cost import SECONDS, ring_seconds
 
 from .frames import HEADER
-from .route import SCHEDULES
+from .route import SCHEDULES, quick_schedule
 
 
 class Traffic(NamedTuple):
@@ -73,7 +73,7 @@ def traffic(codec: Codec[Any], statistics: Tensor | None, numel: int, *, schedul
     plan = codec.plan(statistics, numel, device=torch.device("cpu"), workers=ranks, chunks=chunks)
     small = 0
     if statistics is not None:
-        small = statistics.numel() * statistics.element_size() + HEADER * _quick(ranks)(0, ranks).chunks
+        small = statistics.numel() * statistics.element_size() + HEADER * quick_schedule(ranks)(0, ranks).chunks
     return Traffic(sum(plan.sizes) + HEADER * chunks, small)
 
 
@@ -91,7 +91,7 @@ def project(sent: Traffic, *, schedule: str, ranks: int, link: Link, codec_secon
         ConfigError: no such schedule.
     """
     function = flat_schedule(schedule)
-    statistics = SECONDS[_quick(ranks)](sent.statistics, ranks, link) if sent.statistics else 0.0
+    statistics = SECONDS[quick_schedule(ranks)](sent.statistics, ranks, link) if sent.statistics else 0.0
     return Projection(statistics, SECONDS[function](sent.gradient, ranks, link), codec_seconds)
 
 
@@ -125,8 +125,3 @@ def flat_schedule(name: str) -> ScheduleFunction:
     if name not in SCHEDULES:
         raise ConfigError(f"schedule cannot be {name!r}; allowed: {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
-
-
-def _quick(ranks: int) -> ScheduleFunction:
-    """The schedule of the statistics, as `route.quick_route` chooses it."""
-    return butterfly if ranks & (ranks - 1) == 0 else direct

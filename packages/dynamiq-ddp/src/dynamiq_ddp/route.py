@@ -105,20 +105,33 @@ def find_route(
     return _resolve(find_schedule(schedule), rank, tuple(range(size)), link, nbytes)
 
 
-def quick_route(rank: int, size: int, ranks: tuple[int, ...] | None = None) -> Route:
-    """The route of what is small: the statistics, whatever the schedule of the gradient, and small tensors.
+FEW = 4
+"""Up to so many ranks the direct exchange has hardly more messages than the butterfly, and fewer in a row."""
+
+
+def quick_schedule(size: int) -> ScheduleFunction:
+    """The schedule of what is small: the statistics, whatever the schedule of the gradient, and small tensors.
 
     Its time goes to the number of messages in a row: two with the direct exchange, 2 log2 n with the butterfly,
-    2 (n - 1) with the ring. The butterfly is taken where it is balanced, and keeps the number of peers small; for
-    other numbers of ranks its proxies would send twice their share.
+    2 (n - 1) with the ring. The butterfly keeps the number of peers small. It is taken where they would be many and it
+    is balanced; for numbers of ranks that are no power of two its proxies would send twice their share.
+
+    Args:
+        size: how many take part.
+    """
+    balanced = size & (size - 1) == 0
+    return butterfly if balanced and size > FEW else direct
+
+
+def quick_route(rank: int, size: int, ranks: tuple[int, ...] | None = None) -> Route:
+    """The route by `quick_schedule`.
 
     Args:
         rank: this rank among those that take part.
         size: how many take part.
         ranks: what they are in the transport; the same numbers when None.
     """
-    power_of_two = size & (size - 1) == 0
-    return _flat(butterfly if power_of_two else direct, rank, tuple(range(size)) if ranks is None else ranks)
+    return _flat(quick_schedule(size), rank, tuple(range(size)) if ranks is None else ranks)
 
 
 def find_schedule(schedule: ScheduleChoice) -> ScheduleFunction | Hierarchical | None:

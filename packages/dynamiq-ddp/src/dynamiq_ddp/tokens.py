@@ -48,28 +48,27 @@ class ComparingTransport(Transport):
     ) -> None:
         self.rank = transport.rank
         self.size = transport.size
+        self.posts_ahead = transport.posts_ahead
         self._count = count
         self._agreed = agreed
         self._problem = problem
         self._transport = transport
-        self._facts: Mapping[str, str] | None = {name: str(fact) for name, fact in facts.items()}
+        self._facts = {name: str(fact) for name, fact in facts.items()}
+        self._comparison: Handle | None = None
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Handle:
-        if self._facts is None:
-            return self._transport.exchange(sends, recvs)
-        comparison = self.compare()
+        first = self._comparison is None
+        comparison = self._comparison or self.compare()
         try:
             messages = self._transport.exchange(sends, recvs)
         except TransportError:
             comparison.wait()  # a peer may be gone because of what the tokens say, which have arrived then
             raise
-        return _Both(comparison, messages)
+        return _Both(comparison, messages) if first else messages
 
     def compare(self) -> Handle:
         """Post the tokens alone; whoever waits for the handle gets the error."""
-        facts, self._facts = self._facts, None
-        assert facts is not None
-        texts = list(facts.values())
+        texts = list(self._facts.values())
         mine = _digest(repr(texts), _WHOLE) + b"".join(_digest(text, 1) for text in texts)
         if self._problem is not None:
             mine = bytes(len(mine))
@@ -80,7 +79,8 @@ class ComparingTransport(Transport):
             [(peer, tokens[self.rank]) for peer in peers], [(peer, tokens[peer]) for peer in peers]
         )
         self._count(len(peers) * len(mine))
-        return _Comparison(handle, tokens, self.rank, facts, self._agreed, str(self._problem))
+        self._comparison = _Comparison(handle, tokens, self.rank, self._facts, self._agreed, str(self._problem))
+        return self._comparison
 
     def close(self) -> None:
         self._transport.close()

@@ -6,6 +6,7 @@ take the same walk.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dynamiq_core import Received
-from dynamiq_transport import Step, Transport
+from dynamiq_transport import Handle, Message, Step, Transport
 
 from .frames import Frames, Header, Seal
 from .meter import Activity, Meter
@@ -51,50 +52,97 @@ class Walk(NamedTuple):
     moving: Activity
 
 
+class _Exchanges:
+    """The exchanges of a walk, one for each step, in order.
+
+    Where the transport allows it, the receives of a step are posted while the step before is under way: the peers'
+    messages need not wait until they are asked for, which takes a message of its own.
+
+    Args:
+        walk: whose.
+        frames: where finished chunks land.
+    """
+
+    def __init__(self, walk: Walk, frames: Frames) -> None:
+        self._walk = walk
+        self._frames = frames
+        self._ahead = walk.transport.posts_ahead and walk.device.type == "cpu"
+        schedule = walk.route.schedule
+        self._coming = deque(
+            [*((step, True) for step in schedule.reduce), *((step, False) for step in schedule.gather)]
+        )
+        self._landings: list[Tensor] = []  # of the step to come, if its receives are posted
+        self._posted: Handle | None = None
+
+    def next(self) -> list[Tensor]:
+        """Do the exchange of the next step; what has arrived, in the order of the step's receives."""
+        walk = self._walk
+        step, _ = self._coming[0]
+        sends = [(walk.route.ranks[peer], self._frames.piece(chunks)) for peer, chunks in step.sends]
+        with walk.meter.span(walk.moving, walk.device):
+            if self._posted is None:
+                landings, recvs = self._receives()
+                batches = [walk.transport.exchange(sends, recvs)]
+            else:
+                landings, batches = self._landings, [self._posted, walk.transport.exchange(sends, [])]
+            self._coming.popleft()
+            if self._ahead and self._coming:
+                self._landings, recvs = self._receives()
+                self._posted = walk.transport.exchange([], recvs)
+            for batch in batches:
+                batch.wait()
+        return landings
+
+    def _receives(self) -> tuple[list[Tensor], list[Message]]:
+        """Room for what the next step receives: for finished chunks where they belong, if they are neighbours."""
+        step, reducing = self._coming[0]
+        landings = [
+            self._frames.room_for(chunks).buffer if reducing else self._frames.landing(chunks)
+            for _, chunks in step.recvs
+        ]
+        ranks = [self._walk.route.ranks[peer] for peer, _ in step.recvs]
+        return landings, list(zip(ranks, landings, strict=True))
+
+
 def reduce_and_gather(walk: Walk) -> Frames:
     """Walk the whole schedule; the result holds the last encoding of every chunk, under its owner's slot."""
     frames = Frames(walk.sizes, walk.device, align=walk.align)
     waiting: dict[int, list[Received]] = {}
     schedule = walk.route.schedule
+    exchanges = _Exchanges(walk, frames)
     for step in schedule.reduce:
-        _reduce_step(walk, step, frames, waiting)
+        _reduce_step(walk, step, frames, waiting, exchanges)
     walk.seal.compare()
     for chunk in schedule.owned:
         _encode(walk, chunk, frames, waiting)
     for step in schedule.gather:
-        _gather_step(walk, step, frames)
+        _gather_step(walk, step, frames, exchanges)
     walk.seal.compare()
     return frames
 
 
-def _reduce_step(walk: Walk, step: Step, frames: Frames, waiting: dict[int, list[Received]]) -> None:
+def _reduce_step(
+    walk: Walk, step: Step, frames: Frames, waiting: dict[int, list[Received]], exchanges: _Exchanges
+) -> None:
     """Send one's encodings of some chunks, and keep what arrives until one's own encoding of its chunk."""
     for _, chunks in step.sends:
         for chunk in chunks:
             _encode(walk, chunk, frames, waiting)
-    ranks = walk.route.ranks
-    incoming = [(peer, chunks, frames.room_for(chunks)) for peer, chunks in step.recvs]
-    sends = [(ranks[peer], frames.piece(chunks)) for peer, chunks in step.sends]
-    with walk.meter.span(walk.moving, walk.device):
-        walk.transport.exchange(sends, [(ranks[peer], room.buffer) for peer, _, room in incoming]).wait()
-    for peer, chunks, room in incoming:
+    for (peer, chunks), landing in zip(step.recvs, exchanges.next(), strict=True):
+        room = frames.room_for(chunks, landing)
         for i, chunk in enumerate(chunks):
-            walk.seal.expect(ranks[peer], walk.header._replace(chunk=chunk, slot=peer), room.header(i))
+            header = walk.header._replace(chunk=chunk, slot=peer)
+            walk.seal.expect(walk.route.ranks[peer], header, room.header(i))
             waiting.setdefault(chunk, []).append(Received(room.message(i), peer))
 
 
-def _gather_step(walk: Walk, step: Step, frames: Frames) -> None:
+def _gather_step(walk: Walk, step: Step, frames: Frames, exchanges: _Exchanges) -> None:
     """Hand on finished chunks as they are."""
-    ranks = walk.route.ranks
-    incoming = [(ranks[peer], chunks, frames.landing(chunks)) for peer, chunks in step.recvs]
-    sends = [(ranks[peer], frames.piece(chunks)) for peer, chunks in step.sends]
-    with walk.meter.span(walk.moving, walk.device):
-        walk.transport.exchange(sends, [(peer, landing) for peer, _, landing in incoming]).wait()
-    for peer, chunks, landing in incoming:
+    for (peer, chunks), landing in zip(step.recvs, exchanges.next(), strict=True):
         frames.settle(chunks, landing)
         for chunk in chunks:
             header = walk.header._replace(chunk=chunk, slot=walk.route.owners[chunk])
-            walk.seal.expect(peer, header, frames.header(chunk))
+            walk.seal.expect(walk.route.ranks[peer], header, frames.header(chunk))
 
 
 def _encode(walk: Walk, chunk: int, frames: Frames, waiting: dict[int, list[Received]]) -> None:

@@ -84,6 +84,9 @@ class Conformance:
     def test_two_hundred_in_flight(self, size: int) -> None:
         self.run(partial(many_in_flight, device=self.device), size)
 
+    def test_receives_may_be_posted_ahead(self, size: int) -> None:
+        self.run(partial(posted_ahead, device=self.device), size)
+
     def test_buffers_live_until_the_wait(self, size: int) -> None:
         self.run(partial(dropped_buffers, device=self.device), size)
 
@@ -218,6 +221,20 @@ def many_in_flight(transport: Transport, device: str) -> None:
     for handle in handles[:100] + handles[:99:-1]:
         handle.wait()
     for k, buffer in enumerate(found):
+        check(buffer, before, transport.rank, k)
+
+
+def posted_ahead(transport: Transport, device: str) -> None:
+    """Every receive before any send, each in a batch of its own, where the transport says that it is possible."""
+    if not transport.posts_ahead or (pair := neighbours(transport)) is None:
+        return
+    after, before = pair
+    found = [blank(n, device) for n in (100, 100, 7, 50_000, 100)]
+    handles = [transport.exchange([], [(before, buffer)]) for buffer in found]
+    for k, buffer in enumerate(found):
+        sent = payload(buffer.numel(), transport.rank, after, k, device)
+        transport.exchange([(after, sent)], []).wait()
+        handles[k].wait()
         check(buffer, before, transport.rank, k)
 
 

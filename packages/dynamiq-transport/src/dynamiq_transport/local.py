@@ -126,6 +126,8 @@ class LocalTransport(Transport):
         timeout: seconds that a wait lasts at most.
     """
 
+    posts_ahead = True
+
     def __init__(self, rank: int, size: int, shared: _Group, timeout: float) -> None:
         self.rank = rank
         self.size = size

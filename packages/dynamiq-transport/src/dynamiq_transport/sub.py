@@ -36,6 +36,7 @@ class SubTransport(Transport):
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(transport.rank)
         self.size = len(self.ranks)
+        self.posts_ahead = transport.posts_ahead
         self._transport = transport
         self._in_flight: set[_SubHandle] = set()
         self._closed = False

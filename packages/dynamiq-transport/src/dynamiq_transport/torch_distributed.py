@@ -110,6 +110,7 @@ class TorchTransport(Transport):
         self._owned = False
         self.rank = self._group.rank()
         self.size = self._group.size()
+        self.posts_ahead = _has_gloo(self._group)
         self.timeout = check_timeout(timeout)
         self._in_flight: set[_TorchHandle] = set()
         self._joined: set[torch.device] = set()
@@ -223,6 +224,12 @@ def _member(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             "member of (other processes get no transport)"
         )
     return group
+
+
+def _has_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether messages on CPU go by Gloo, where each is an operation of its own."""
+    cpu = torch.device("cpu")
+    return cpu in group._device_types and group._get_backend(cpu).name().lower() == "gloo"
 
 
 def _finish(parts: list[_Part], timeout: float) -> list[_Failure]:

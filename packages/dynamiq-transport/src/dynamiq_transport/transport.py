@@ -59,10 +59,14 @@ class Transport(ABC):
     Attributes:
         rank: this process's rank in the transport's own group.
         size: number of ranks in that group.
+        posts_ahead: whether receives of CPU tensors may be posted in a batch of their own before the sends that the
+            peers wait for. Not where batches are carried out one after the other, as on a stream: all ranks would wait
+            in the first. False unless a transport says otherwise.
     """
 
     rank: int
     size: int
+    posts_ahead: bool = False
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Handle:

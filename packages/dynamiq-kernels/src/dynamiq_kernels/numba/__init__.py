@@ -8,8 +8,9 @@ cache knows this processor; `dynamiq_kernels.warmup` takes that ahead.
 from dynamiq_kernels.numba.accumulate import decompress_accumulate
 from dynamiq_kernels.numba.finish import finish
 from dynamiq_kernels.numba.hop import decompress_accumulate_recompress
+from dynamiq_kernels.numba.plan import make_plan
 from dynamiq_kernels.numba.statistics import statistics
 
 name = "numba"
 
-__all__ = ["decompress_accumulate", "decompress_accumulate_recompress", "finish", "name", "statistics"]
+__all__ = ["decompress_accumulate", "decompress_accumulate_recompress", "finish", "make_plan", "name", "statistics"]

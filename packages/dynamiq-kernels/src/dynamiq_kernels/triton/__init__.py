@@ -5,6 +5,7 @@ between input and output goes to memory. Importing needs no GPU. On CPUs the ker
 tests, if TRITON_INTERPRET=1 is set before Triton is imported.
 """
 
+from dynamiq_core.plan import make_plan
 from dynamiq_kernels.triton.accumulate import decompress_accumulate
 from dynamiq_kernels.triton.finish import finish
 from dynamiq_kernels.triton.hop import decompress_accumulate_recompress
@@ -12,4 +13,4 @@ from dynamiq_kernels.triton.statistics import statistics
 
 name = "triton"
 
-__all__ = ["decompress_accumulate", "decompress_accumulate_recompress", "finish", "name", "statistics"]
+__all__ = ["decompress_accumulate", "decompress_accumulate_recompress", "finish", "make_plan", "name", "statistics"]
