@@ -63,3 +63,8 @@ def test_each_rank_writes_its_own_gradients_and_training_is_unchanged(ddp_ranks,
 def test_steps_that_are_no_steps_are_refused(steps, tmp_path):
     with pytest.raises(ConfigError, match="steps to capture cannot be"):
         capture(torch.nn.Linear(1, 1), tmp_path, steps=steps)
+
+
+def test_a_model_that_is_not_ddps_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="model cannot be a Linear; allowed: a DistributedDataParallel"):
+        capture(torch.nn.Linear(1, 1), tmp_path, steps=[0])

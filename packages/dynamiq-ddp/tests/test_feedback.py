@@ -219,18 +219,26 @@ def test_models_that_share_a_state_are_told_that_nothing_is_fed_back(states):
     assert len([w for w in caught if "of its own" in str(w.message)]) == 2  # once on each rank
 
 
-@pytest.mark.parametrize("schedule", ["ring", "hierarchical:2"])
-def test_a_checkpoint_continues_bit_for_bit_on_every_rank(schedule, states):
+@pytest.mark.parametrize(
+    ("schedule", "dtype"),
+    [
+        ("ring", torch.float32),
+        ("ring", torch.bfloat16),
+        ("butterfly", torch.float16),
+        ("hierarchical:2", torch.float32),
+    ],
+)
+def test_a_checkpoint_continues_bit_for_bit_on_every_rank(schedule, dtype, states):
     """By state_dict, and by pickling the whole state."""
     parameters = [(nn.Parameter(torch.zeros(4999)),) for _ in range(3)]  # of the first run, the second and the third
 
     def whole(state, rank):
-        return [step(state, gradient, parameters[0]) for gradient in gradients(rank, 4)]
+        return [step(state, gradient, parameters[0]) for gradient in gradients(rank, 4, dtype=dtype)]
 
     saved, pickled = {}, {}
 
     def first(state, rank):
-        found = [step(state, gradient, parameters[0]) for gradient in gradients(rank, 4)[:2]]
+        found = [step(state, gradient, parameters[0]) for gradient in gradients(rank, 4, dtype=dtype)[:2]]
         file = io.BytesIO()
         torch.save(state.state_dict(), file)
         file.seek(0)
@@ -240,7 +248,7 @@ def test_a_checkpoint_continues_bit_for_bit_on_every_rank(schedule, states):
 
     def second(state, rank, run=1):
         state.load_state_dict(saved[rank] if run == 1 else pickled[rank][run - 2])
-        return [step(state, gradient, parameters[1]) for gradient in gradients(rank, 4)[2:]]
+        return [step(state, gradient, parameters[1]) for gradient in gradients(rank, 4, dtype=dtype)[2:]]
 
     options = OPTIONS | {"bits": 2.5, "schedule": schedule}
     size = 4
@@ -253,15 +261,15 @@ def test_a_checkpoint_continues_bit_for_bit_on_every_rank(schedule, states):
 
     def forgetful(state, rank):
         state.load_state_dict({name: value for name, value in saved[rank].items() if name != "residuals"})
-        return step(state, gradients(rank, 4)[2], parameters[2])
+        return step(state, gradients(rank, 4, dtype=dtype)[2], parameters[2])
 
     assert not torch.equal(states(size, forgetful, **options)[0], expected[2])
 
     def other_schedule(state, rank):
         state.load_state_dict(saved[rank])
-        return step(state, gradients(rank, 4)[2], parameters[2])
+        return step(state, gradients(rank, 4, dtype=dtype)[2], parameters[2])
 
-    if schedule != "ring":
+    if schedule == "hierarchical:2":
         with pytest.warns(UserWarning, match=r"of which this rank encodes 2\d\d\d from .* encodes 4999 from 0 on"):
             results = states(size, other_schedule, **OPTIONS, bits=2.5, schedule="ring")
         assert all(torch.equal(each, results[0]) for each in results)

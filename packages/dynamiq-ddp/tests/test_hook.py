@@ -36,10 +36,10 @@ def layers(count=4, width=24):
     return model
 
 
-def wrap(model, group, *, hook=dynamiq_hook, cap=None, **arguments):
+def wrap(model, group, *, hook=dynamiq_hook, cap=None, ddp=None, **arguments):
     settings = {"codec": BF16(), "min_compress_numel": 0, "process_group": group, **arguments}
     state = DynamiQState(**settings)
-    options = {} if cap is None else {"bucket_cap_mb": cap}
+    options = {**({} if cap is None else {"bucket_cap_mb": cap}), **(ddp or {})}
     ddp = DistributedDataParallel(model, process_group=group, **options)
     ddp.register_comm_hook(state, hook)
     return ddp, state
@@ -89,6 +89,58 @@ def test_gradients_are_the_mean_and_equal_on_all_ranks(size, schedule, codec, dd
             assert all(torch.equal(a, b) for a, b in zip(found, results[0][step], strict=True))
 
 
+class Branches(nn.Module):
+    """Of three weights, the first is used on all ranks, the second on rank 0 only, and the third in the first step."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank, self.step = rank, 0
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(300)) for _ in range(3)])
+
+    def forward(self, x):
+        everywhere, first_rank, first_step = self.weights
+        self.step += 1
+        total = (everywhere * x).sum()
+        total = total + first_rank.sum() * 8 if self.rank == 0 else total
+        return total + first_step.sum() * x[0] if self.step == 1 else total
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_no_rank_has_used_keeps_its_place_under_momentum(size, schedule, feedback, as_view, ddp_ranks):
+    """Not even what error feedback still owes it may turn its missing gradient into one."""
+
+    def train(group, codec):
+        model = Branches(group.rank())
+        ddp = DistributedDataParallel(
+            model, process_group=group, find_unused_parameters=True, gradient_as_bucket_view=as_view
+        )
+        if codec is not None:
+            settings = {"process_group": group, "min_compress_numel": 0, "error_feedback": feedback}
+            ddp.register_comm_hook(DynamiQState(schedule=schedule, **settings), dynamiq_hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125, momentum=0.5)
+        kept = []
+        for _ in range(4):
+            optimizer.zero_grad(set_to_none=True)
+            ddp(torch.linspace(1.0, 2.0, 300) * (1 + group.rank())).backward()
+            optimizer.step()
+            kept.append([None if p.grad is None else p.grad.clone() for p in ddp.parameters()])
+        return kept, [p.detach().clone() for p in ddp.parameters()]
+
+    plain, _ = ddp_ranks(size, lambda group: train(group, None))[0]
+    results = ddp_ranks(size, lambda group: train(group, "dynamiq"))
+    for kept, parameters in results:
+        assert [[g is None for g in step] for step in kept] == [[False] * 3] + [[False, False, True]] * 3
+        assert all(torch.equal(a, b) for a, b in zip(parameters, results[0][1], strict=True))
+        assert torch.equal(parameters[2], -0.125 * kept[0][2])  # moved by its only gradient, and never again
+        for step, (found, exact) in enumerate(zip(kept, plain, strict=True)):
+            pairs = [(a, b) for a, b in zip(found, exact, strict=True) if b is not None]
+            assert len(pairs) == (3 if step == 0 else 2)
+            assert_close(*zip(*pairs, strict=True), 0.2)
+
+
 def test_averages_once_like_no_hook(ddp_ranks):
     def work(group):
         ddp, _ = wrap(single(), group)
@@ -99,14 +151,17 @@ def test_averages_once_like_no_hook(ddp_ranks):
     assert ddp_ranks(2, work) == [[2.0, 2.0]] * 2
 
 
-def test_fewer_elements_than_ranks(codec, ddp_ranks):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_fewer_elements_than_ranks(schedule, codec, ddp_ranks):
+    """Most chunks are empty, which no later message may suffer from."""
+
     def work(group):
-        ddp, _ = wrap(single(), group, codec=codec)
-        return float(backward(ddp, (group.rank() + 1) / 2)[0])
+        ddp, _ = wrap(single(), group, codec=codec, schedule=schedule)
+        return [float(backward(ddp, (group.rank() + 1) * scale / 2)[0]) for scale in (1, 2, 4)]
 
     results = ddp_ranks(4, work)
     assert results == [results[0]] * 4
-    assert results[0] == pytest.approx(2.5, rel=0.3 if isinstance(codec, DynamiQ) else 1e-6)
+    assert results[0] == pytest.approx([2.5, 5.0, 10.0], rel=0.3 if isinstance(codec, DynamiQ) else 1e-6)
 
 
 def test_one_rank_sends_nothing(ddp_ranks):
@@ -206,13 +261,20 @@ def test_the_users_collectives_are_left_alone(ddp_ranks):
     def work(group):
         model = Summing(group)
         ddp, _ = wrap(model, group, cap=0.001)
-        for _ in range(3):
+        other = 1 - group.rank()
+        for number in range(3):
             pending = torch.full((50_000,), 0.123456789)
             later = group.allreduce([pending])
+            # Of the size and the tag of what the ranks compare at first.
+            letter = torch.full((16,), 99, dtype=torch.uint8)
+            arriving = group.recv([letter], other, 16)
             x = torch.full((2, 24), float(group.rank() + 1))
             ddp.zero_grad()
             ddp(x).sum().backward()
+            group.send([torch.full((16,), number, dtype=torch.uint8)], other, 16).wait()
+            arriving.wait()
             later.wait()
+            assert (letter == number).all()
             assert torch.equal(model.seen, value + value)
             assert torch.equal(pending, torch.full((50_000,), 0.123456789) * 2)
         return [p.grad.clone() for p in ddp.parameters()]
@@ -252,14 +314,16 @@ def test_the_hook_returns_while_other_ranks_are_late(ddp_ranks):
     assert ddp_ranks(2, work) == [True, True]
 
 
-def test_gradients_are_final_when_backward_returns(ddp_ranks):
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("hook", [dynamiq_hook, fp16_compress_wrapper(dynamiq_hook)], ids=["alone", "wrapped"])
+def test_gradients_are_final_when_backward_returns(hook, as_view, ddp_ranks):
     class Slow(BF16):
         def decompress(self, message, plan, *, chunk, slot, out):
             time.sleep(0.02)
             return super().decompress(message, plan, chunk=chunk, slot=slot, out=out)
 
     def work(group):
-        ddp, _ = wrap(layers(), group, codec=Slow(), cap=0.003)
+        ddp, _ = wrap(layers(), group, hook=hook, codec=Slow(), cap=0.003, ddp={"gradient_as_bucket_view": as_view})
         found = backward(ddp, group.rank() + 1)
         return found, [p.grad for p in ddp.parameters()]
 
@@ -268,31 +332,49 @@ def test_gradients_are_final_when_backward_returns(ddp_ranks):
         assert_close(early, gradients_of([layers(), layers()], [1, 2]))
 
 
-def test_composes_with_the_fp16_wrapper(ddp_ranks):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(2))
-
-        def forward(self, x):
-            return (self.weight * x).sum()
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_composes_with_the_fp16_wrapper(size, schedule, codec, ddp_ranks, tolerance):
+    """Sums are beyond float16 and the mean is not; the hook sees float16, and training sees float32."""
+    rows = torch.full((size, 600), 60000.0)
+    rows[:, ::2] = torch.arange(1.0, size + 1)[:, None]
 
     def work(group):
-        ddp, _ = wrap(Two(), group, hook=fp16_compress_wrapper(dynamiq_hook))
-        ddp(torch.tensor([1.0 + group.rank(), 60000.0])).backward()
-        return ddp.module.weight.grad
+        model = nn.Linear(600, 1, bias=False)
+        wrapped = fp16_compress_wrapper(dynamiq_hook)
+        ddp, _ = wrap(model, group, hook=wrapped, codec=codec, schedule=schedule)
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(rows[group.rank()]).sum().backward()
+        return model.weight.grad.flatten()
 
-    for found in ddp_ranks(2, work):
+    results = ddp_ranks(size, work)
+    for found in results:
         assert found.dtype == torch.float32
-        assert found.tolist() == pytest.approx([1.5, 60000], rel=0.01)
+        assert torch.equal(found, results[0])
+        assert torch.equal(found, found.half().float())  # it has been float16
+        assert float((found.double() - rows.double().mean(dim=0)).norm()) <= tolerance(codec, rows.half(), schedule)
 
 
 def test_other_arguments_are_refused_at_once():
     state = DynamiQState()
     with pytest.raises(InputError, match=r"cannot average a Tensor; allowed: a bucket of Distri.*FSDP"):
         dynamiq_hook(state, torch.ones(3))
-    with pytest.raises(InputError, match="cannot be a NoneType; allowed: a DynamiQState"):
-        dynamiq_hook(None, torch.ones(3))
+    # What FSDP hands to hooks of sharded gradients, whatever the state: the gradient, and where a part of it goes.
+    for other in (state, None):
+        with pytest.raises(InputError, match=r"a Tensor with Tensor; allowed: a bucket of Distri.*FSDP"):
+            dynamiq_hook(other, torch.ones(4), torch.empty(2))
+
+
+def test_a_state_that_is_none_is_an_error_in_the_training_loop(ddp_ranks):
+    def work(group):
+        ddp = DistributedDataParallel(single(), process_group=group)
+        ddp.register_comm_hook(None, dynamiq_hook)
+        with pytest.raises(InputError, match="cannot be a NoneType; allowed: a DynamiQState"):
+            backward(ddp, 1)
+        return True
+
+    assert ddp_ranks(2, work) == [True] * 2
 
 
 def test_a_hook_belongs_to_one_model(ddp_ranks):
@@ -308,35 +390,65 @@ def test_a_hook_belongs_to_one_model(ddp_ranks):
 class Failing(BF16):
     """Fails at one encoding on one rank."""
 
-    def __init__(self, rank, at):
-        self.rank, self.at, self.count = rank, at, 0
+    def __init__(self, rank, at, error=InputError):
+        self.rank, self.at, self.error, self.count = rank, at, error, 0
 
     def decompress_accumulate_recompress(self, received, x, plan, *, chunk, slot, out=None):
         self.count += slot == self.rank
         if slot == self.rank and self.count == self.at:
-            raise InputError("the codec met something odd")
+            raise self.error("the codec met something odd")
         return super().decompress_accumulate_recompress(received, x, plan, chunk=chunk, slot=slot, out=out)
 
 
-@pytest.mark.parametrize("at", [1, 3, 8])
-def test_an_error_inside_surfaces_as_itself_on_the_rank_and_as_a_lost_peer_on_the_others(at, ddp_ranks):
+def errors_of_two_steps(ddp_ranks, codec, **settings):
     def work(group):
-        ddp, _ = wrap(layers(), group, codec=Failing(1, at), cap=0.003, timeout=20)
+        ddp, _ = wrap(layers(), group, codec=codec(), cap=0.003, timeout=20, **settings)
 
         def two_steps():
             for _ in range(2):
                 backward(ddp, 1)
 
-        with pytest.raises(DynamiQError) as caught:
+        with pytest.raises((DynamiQError, ArithmeticError, MemoryError, RuntimeError)) as caught:
             two_steps()
         return caught.value
 
-    errors = ddp_ranks(3, work)
+    return ddp_ranks(3, work)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "at"), [("ring", 1), ("ring", 3), ("ring", 8), ("butterfly", 1), ("butterfly", 5)]
+)
+def test_an_error_inside_surfaces_as_itself_on_the_rank_and_as_a_lost_peer_on_the_others(at, schedule, ddp_ranks):
+    errors = errors_of_two_steps(ddp_ranks, lambda: Failing(1, at), schedule=schedule)
     assert isinstance(errors[1], InputError)
     assert "the codec met something odd" in str(errors[1])
     for rank in (0, 2):
         assert isinstance(errors[rank], CommunicationError)
         assert f"step {errors[rank].step}, bucket {errors[rank].bucket}" in str(errors[rank])
+
+
+def test_an_error_inside_is_named_with_a_static_graph(ddp_ranks):
+    """In its first backward pass DDP itself looks at the buckets before anybody else can, and quotes their errors."""
+    first = errors_of_two_steps(ddp_ranks, lambda: Failing(1, 1), ddp={"static_graph": True})
+    assert [type(error) for error in first] == [RuntimeError] * 3
+    assert "InputError: the codec met something odd" in str(first[1])
+    assert all("CommunicationError: all-reduce of step 0, bucket 0: rank" in str(first[rank]) for rank in (0, 2))
+    later = errors_of_two_steps(ddp_ranks, lambda: Failing(1, 5), ddp={"static_graph": True})
+    assert [type(error) for error in later] == [CommunicationError, InputError, CommunicationError]
+    assert [error.step for error in (later[0], later[2])] == [1, 1]
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, MemoryError, SystemExit, KeyboardInterrupt])
+def test_whatever_ends_the_work_on_a_bucket_is_raised_and_nobody_hangs(error, ddp_ranks):
+    """An exit in a thread that is not the main one ends that thread, and nobody would be told."""
+    errors = errors_of_two_steps(ddp_ranks, lambda: Failing(1, 2, error))
+    if issubclass(error, Exception):
+        assert type(errors[1]) is error
+    else:
+        assert type(errors[1]) is RuntimeError
+        assert error.__name__ in str(errors[1])
+    assert "the codec met something odd" in str(errors[1])
+    assert [type(errors[rank]) for rank in (0, 2)] == [CommunicationError] * 2
 
 
 @pytest.mark.parametrize(
@@ -417,9 +529,7 @@ def test_no_thread_is_left_behind(ddp_ranks):
     assert not left
 
 
-def test_copies_of_a_wrapped_model_lose_the_hook(ddp_ranks):
-    """That is DDP's own behaviour; the state itself can be copied and used again."""
-
+def test_a_state_that_is_in_use_can_be_copied(ddp_ranks):
     def work(group):
         ddp, state = wrap(single(), group)
         backward(ddp, 1)

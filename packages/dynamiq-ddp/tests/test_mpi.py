@@ -37,17 +37,24 @@ def variables():
 def mpiexec(run_program):
     """``mpiexec(ranks, *words)``: exit status, output and errors."""
 
-    def run(ranks, *words):
+    def run(ranks, *words, level="multiple"):
         command = [str(MPIEXEC), "-n", str(ranks), sys.executable, *words]
-        return run_program(command, env=variables() | {"OMP_NUM_THREADS": "1"}, timeout=150)
+        env = variables() | {"OMP_NUM_THREADS": "1", "MPI4PY_RC_THREAD_LEVEL": level}
+        return run_program(command, env=env, timeout=150)
 
     return run
 
 
-def test_the_documented_script(mpiexec, tmp_path):
+@pytest.mark.parametrize("level", ["multiple", "serialized", "funneled"])
+def test_the_documented_script(level, mpiexec, tmp_path):
+    """The lanes are threads, which MPI must allow; where it does not, that is what the error says."""
     (script,) = documented("python")
     (tmp_path / "train.py").write_text(script)
-    status, out, err = mpiexec(2, "-m", "mpi4py", str(tmp_path / "train.py"))
+    status, out, err = mpiexec(2, "-m", "mpi4py", str(tmp_path / "train.py"), level=level)
+    if level == "funneled":
+        assert status != 0
+        assert re.search(r"CommunicationError: .*MPI4PY_RC_THREAD_LEVEL=serialized", out + err), err[-5000:]
+        return
     assert status == 0, err[-5000:]
     sent = re.findall(r"rank (\d) sent (\d+) bytes by MPI", out)
     assert sorted(rank for rank, _ in sent) == ["0", "1"]

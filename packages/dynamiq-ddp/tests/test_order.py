@@ -11,7 +11,7 @@ from torch import nn
 from dynamiq_core.baselines import BF16
 from dynamiq_ddp import DynamiQState, all_reduce, dynamiq_hook
 from dynamiq_ddp.frames import HEADER
-from dynamiq_transport import Handle, TorchTransport, Transport, torch_distributed
+from dynamiq_transport import Handle, LocalTransport, TorchTransport, Transport, torch_distributed
 
 BATCHES = {"ring": 2 * 3, "butterfly": 2 * 2, "direct": 2, "hierarchical:2": 2 + 2}
 """Of an all-reduce on four ranks without statistics."""
@@ -22,6 +22,7 @@ class Watched(Transport):
 
     def __init__(self, transport, *, collect=False):
         self.rank, self.size, self.collect = transport.rank, transport.size, collect
+        self.posted, self.waited = 0, 0
         self.batches = []  # (kind, bucket, step) of the first frame, and the peers
         self._transport = transport
 
@@ -29,7 +30,8 @@ class Watched(Transport):
         if all(tensor.numel() > HEADER for _, tensor in sends):
             first = bytes(sends[0][1][:HEADER].tolist()) if sends else b""
             self.batches.append((first[3:4] + first[8:16], len(sends), len(recvs)))
-        return Whole(self._transport.exchange(sends, recvs), [*sends, *recvs], collect=self.collect)
+        self.posted += 1
+        return Whole(self, self._transport.exchange(sends, recvs), [*sends, *recvs])
 
     def close(self):
         self._transport.close()
@@ -38,15 +40,16 @@ class Watched(Transport):
 class Whole(Handle):
     """Holds buffers by weak references only: they have to be kept alive by whoever waits, or by the transport."""
 
-    def __init__(self, handle, messages, *, collect):
-        self._handle, self._buffers = handle, [weakref.ref(tensor) for _, tensor in messages]
-        self._collect = collect
+    def __init__(self, watched, handle, messages):
+        self._watched, self._handle = watched, handle
+        self._buffers = [weakref.ref(tensor) for _, tensor in messages]
 
     def wait(self):
-        if self._collect:
+        if self._watched.collect:
             gc.collect()
         assert all(buffer() is not None for buffer in self._buffers)
         self._handle.wait()
+        self._watched.waited += 1
 
 
 @pytest.mark.parametrize("schedule", BATCHES)
@@ -78,6 +81,30 @@ def test_receives_are_posted_a_step_ahead_where_the_transport_allows_it(schedule
         assert torch.equal(x, plain)
         later = BATCHES[schedule] - 1
         assert batches == [(True, True), *[(False, True), (True, False)] * later]
+
+
+@pytest.mark.parametrize("settings", [{}, {"error_feedback": True}, {"measure_every": 1}, {"bits": 8.0}], ids=str)
+@pytest.mark.parametrize("schedule", BATCHES)
+def test_nothing_is_in_flight_when_the_mean_is_there(schedule, settings, ranks):
+    """A process may end then: what it has not waited for would never reach its peers."""
+    groups = LocalTransport.group(4)
+
+    def work(outer):
+        transport = Watched(groups[outer.rank])
+        settings_here = {"schedule": schedule, "lanes": 1, "min_compress_numel": 0, **settings}
+        state = DynamiQState(backend="numba", transport=lambda: transport, **settings_here)
+        counts = []
+        for step in range(3):
+            if step == 2 and "bits" in settings:
+                state.bits = 4.0  # so that the ranks compare them
+            for bucket in range(2):
+                state.begin(torch.ones(400), index=bucket).wait()
+                counts.append((transport.posted, transport.waited))
+        return counts
+
+    for counts in ranks(4, work):
+        assert len({posted for posted, _ in counts}) == 6
+        assert all(posted == waited for posted, waited in counts)
 
 
 def layers():
@@ -119,9 +146,10 @@ def test_lanes_post_their_batches_in_one_order_on_all_ranks(schedule, ddp_ranks)
         assert len(next(iter(orders))) > 3 * BATCHES[schedule]
 
 
-def test_gradients_do_not_hang_on_tags(ddp_ranks, monkeypatch):
+@pytest.mark.parametrize("schedule", BATCHES)
+def test_gradients_do_not_hang_on_tags(schedule, ddp_ranks, monkeypatch):
     """NCCL has none: with equal ones, several buckets and messages are told apart by their order alone."""
-    expected = ddp_ranks(4, lambda group: train(group, "direct"))[0][0]
+    expected = ddp_ranks(4, lambda group: train(group, schedule))[0][0]
     monkeypatch.setattr(torch_distributed, "_TAGS", 1)
-    for gradients, _ in ddp_ranks(4, lambda group: train(group, "direct")):
+    for gradients, _ in ddp_ranks(4, lambda group: train(group, schedule)):
         assert torch.equal(gradients, expected)

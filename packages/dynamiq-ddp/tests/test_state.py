@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from torch import nn
 
 from dynamiq_core import CodecConfig, ConfigError, DynamiQ, InputError
 from dynamiq_core.baselines import BF16
@@ -248,12 +249,63 @@ def test_errors_of_a_lane_reach_whoever_waits_for_the_future(states):
     assert all(states(2, work, timeout=0.5))
 
 
-def test_empty_buckets(states):
-    def work(state, rank):
-        empty, full = step(state, [torch.empty(0), torch.full((4,), float(rank))])
-        return empty.numel(), full.tolist()
+@pytest.mark.parametrize("schedule", ["ring", "butterfly"])
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("settings", [{}, {"error_feedback": True}, {"measure_every": 1}, {"warmup_steps": 1}], ids=str)
+def test_empty_buckets(settings, n, schedule, states):
+    """The first of a step and the last; and an empty parameter in a bucket with others, exempt or not."""
+    shapes = [[(0, 4)], [(20, 30), (4, 0), (7,)], [(0,)]]
+    parameters = [[nn.Parameter(torch.zeros(shape)) for shape in bucket] for bucket in shapes]
+    exempt = [parameters[1][1], parameters[1][2]]
 
-    assert states(3, work) == [(0, [1.0] * 4)] * 3
+    def work(state, rank):
+        found = []
+        for _ in range(3):
+            tensors = [torch.full((sum(p.numel() for p in bucket),), float(rank)) for bucket in parameters]
+            futures = [state.begin(x, index=i, parameters=parameters[i]) for i, x in enumerate(tensors)]
+            found.append([future.wait() for future in futures])
+        return found
+
+    mean = (n - 1) / 2
+    for found in states(n, work, codec=None, backend="numba", schedule=schedule, exempt=exempt, **settings):
+        for first, full, last in found:
+            assert first.numel() == last.numel() == 0
+            assert (full[600:] == mean).all()
+            assert full.tolist() == pytest.approx([mean] * 607, rel=0.1)
+
+
+WAYS = {
+    "compressed": {},
+    "below the threshold": {"min_compress_numel": 10**6},
+    "warm-up": {"warmup_steps": 1},
+    "measured": {"measure_every": 1},
+    "with feedback": {"error_feedback": True},
+    "partly exempt": {"exempt": lambda p: p.dim() == 1},
+    "all exempt": {"exempt": lambda p: True},
+    "over nodes": {"schedule": "hierarchical:2"},
+    "over a butterfly": {"schedule": "butterfly"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_mean_is_in_the_memory_of_the_bucket(way, dtype, states):
+    """DDP keeps views of it, some of which are the parameters' gradients."""
+    parameters = [nn.Parameter(torch.zeros(10, 30, dtype=dtype)), nn.Parameter(torch.zeros(7, dtype=dtype))]
+
+    def work(state, rank):
+        bucket = torch.empty(307, dtype=dtype)
+        views = bucket[:300].view(10, 30), bucket[300:]
+        for factor in (1, 2):
+            bucket.fill_(factor * rank)
+            mean = state.begin(bucket, index=0, parameters=parameters).wait()
+            assert mean.data_ptr() == bucket.data_ptr()
+            assert mean.dtype == dtype
+            for view in views:
+                assert torch.allclose(view, torch.full_like(view, 1.5 * factor), rtol=0.1)
+        return True
+
+    assert all(states(4, work, codec=None, backend="numba", **WAYS[way]))
 
 
 def test_a_dropped_state_closes_its_lanes(states):

@@ -77,12 +77,13 @@ def test_dtype_is_kept(dtype, averaged):
         assert torch.equal(result, torch.ones(9, dtype=dtype))
 
 
-def test_one_rank_changes_and_sends_nothing(ranks, recorder, random_rows, codec):
+@pytest.mark.parametrize("schedule", ["ring", "butterfly", "direct", "hierarchical:1", "auto"])
+def test_one_rank_changes_and_sends_nothing(schedule, ranks, recorder, random_rows, codec):
     row = random_rows(1, 50)[0]
 
     def work(transport):
         recorded = recorder(transport)
-        return all_reduce(row.clone(), transport=recorded, codec=codec), recorded.exchanges
+        return all_reduce(row.clone(), transport=recorded, codec=codec, schedule=schedule), recorded.exchanges
 
     ((result, exchanges),) = ranks(1, work)
     assert torch.equal(result, row)

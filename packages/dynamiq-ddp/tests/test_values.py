@@ -65,12 +65,13 @@ def test_ranks_whose_bit_widths_would_differ_locally(n, codec, tolerance):
     assert error(result, rows) <= tolerance(codec, rows)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("n", RANKS)
-def test_zeros_stay_zeros(n, codec):
+def test_zeros_stay_zeros(n, schedule, codec):
     rows = torch.zeros(n, 1000)
-    assert not simulate(rows, codec=codec).mean.any()
+    assert not simulate(rows, codec=codec, schedule=schedule).mean.any()
     rows[:, 512:768] = torch.randn(n, 256, generator=torch.Generator().manual_seed(0))
-    mean = simulate(rows, codec=codec).mean
+    mean = simulate(rows, codec=codec, schedule=schedule).mean
     assert not mean[:512].any()
     assert not mean[768:].any()
     assert mean[512:768].any()

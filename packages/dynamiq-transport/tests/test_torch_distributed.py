@@ -194,6 +194,41 @@ def test_receives_go_ahead_with_gloo_and_not_without_it(gloo_threads: Threads) -
     assert not TorchTransport(_Group(1, 4), timeout=5.0).posts_ahead  # type: ignore[call-arg]
 
 
+class _Counted:
+    """Counts how often somebody waits for it."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work, self.waits = work, 0
+
+    def wait(self, timeout: timedelta) -> None:
+        self.work.wait(timeout)
+        self.waits += 1
+
+
+def test_every_work_of_a_batch_is_waited_for(torch_threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo returns one for each message, and nothing says which of them is the last to finish."""
+    works: dict[int, list[_Counted]] = {rank: [] for rank in range(3)}
+    batch = dist.batch_isend_irecv
+
+    def counted(operations: list[dist.P2POp]) -> list[Any]:
+        assert operations[0].group is not None
+        made = [_Counted(work) for work in batch(operations)]
+        works[operations[0].group.rank()] += made
+        return made
+
+    def work(transport: Transport) -> None:
+        several_per_peer(transport, "cpu")
+        before, after = (transport.rank - 1) % 3, (transport.rank + 1) % 3
+        transport.exchange([(after, blank(9, "cpu"))], [(before, blank(9, "cpu"))])
+        transport.close()  # which waits for what nobody has waited for
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", counted)
+    torch_threads(3, work)
+    for made in works.values():
+        assert len(made) == 2 * 6 * 2 + 2  # six messages that are not empty to and from each of two peers
+        assert all(each.waits == 1 for each in made)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL between ranks needs two GPUs")
 def test_nccl() -> None:
     """The first traffic of a new group is of some ranks only, then every pair speaks."""

@@ -83,7 +83,9 @@ def capture(
         process_group: that of the model; the default group when None.
 
     Raises:
-        ConfigError: ``steps`` is empty or not made of integers of at least 0.
+        ConfigError: ``steps`` is empty or not made of integers of at least 0, or the model is another kind of module.
     """
     state = Capture(folder, steps, process_group)
+    if not isinstance(model, DistributedDataParallel):  # FSDP would take the hook, and hand it something else
+        raise ConfigError(f"model cannot be a {type(model).__name__}; allowed: a DistributedDataParallel")
     model.register_comm_hook(state, capture_hook)

@@ -169,9 +169,10 @@ class Lanes:
             return
         try:
             tensor = work(lane)
-        except Exception as error:
-            self._fail(error)
-            pending.finish(None, error)
+        except BaseException as error:  # an exit of this thread would leave everybody waiting, and say nothing
+            failure = error if isinstance(error, Exception) else RuntimeError(f"a lane was stopped by {error!r}")
+            self._fail(failure)
+            pending.finish(None, failure)
         else:
             pending.finish(tensor)
 

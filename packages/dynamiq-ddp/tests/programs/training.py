@@ -1,5 +1,6 @@
 """Run by torchrun on three processes: what needs torch's default process group. Prints one JSON object per rank."""
 
+import copy
 import io
 import json
 import sys
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamiq_core import ConfigError, DynamiQ, InputError
@@ -58,15 +60,28 @@ def digest(tensor):
 
 
 def group_none_or_world():
-    return [digest(train(wrap(network(), DynamiQState(process_group=g)), 2)) for g in (None, dist.group.WORLD)]
+    """For both schedules, the bits with no group and with the default one; and which backend it was."""
+    found, backends = {}, set()
+    for schedule in ("ring", "butterfly"):
+        states = [
+            DynamiQState(process_group=group, schedule=schedule, min_compress_numel=0)
+            for group in (None, dist.group.WORLD)
+        ]
+        found[schedule] = [digest(train(wrap(network(), state), 2)) for state in states]
+        backends |= {state.stats().backend for state in states}
+    return [found, sorted(backends)]
 
 
 def subgroup():
+    """Averages over the members of a group that is not the default one, compressed and not."""
     pair, single = dist.new_group([1, 2]), dist.new_group([0])
-    group = single if dist.get_rank() == 0 else pair
-    ddp = wrap(scalar(), exact_state(process_group=group), process_group=group)
-    ddp(torch.full((1, 1), 2.0 * dist.get_rank())).sum().backward()
-    return float(ddp.module.weight.grad)
+    group, found = single if dist.get_rank() == 0 else pair, []
+    for settings in ({}, {"schedule": "butterfly"}, {"min_compress_numel": 10}, {"measure_every": 1}):
+        state = DynamiQState(**{"codec": BF16(), "min_compress_numel": 0, "process_group": group, **settings})
+        ddp = wrap(scalar(), state, process_group=group)
+        ddp(torch.full((1, 1), 2.0 * dist.get_rank())).sum().backward()
+        found.append(float(ddp.module.weight.grad))
+    return found
 
 
 def join():
@@ -87,10 +102,47 @@ def compiled():
         calls.append(bucket.index())
         return dynamiq_hook(state, bucket)
 
+    def bucketed(compile):
+        """Two backward passes, of which the second is over the buckets that DDP has arranged anew."""
+        calls.clear()
+        ddp = DistributedDataParallel(network(), bucket_cap_mb=0.002)
+        ddp.register_comm_hook(DynamiQState(min_compress_numel=0), counting)
+        bits = digest(train(torch.compile(ddp, backend="eager") if compile else ddp, 2))
+        return [bits, list(calls)]
+
     ddp = DistributedDataParallel(scalar())
     ddp.register_comm_hook(exact_state(), counting)
     torch.compile(ddp, backend="eager")(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
-    return [float(ddp.module.weight.grad), calls]
+    return [float(ddp.module.weight.grad), list(calls), bucketed(False), bucketed(True)]
+
+
+def copied():
+    """Steps that the hook has seen after a backward pass of the model, of its copy, and of the copy with a hook."""
+    state = exact_state()
+    ddp = wrap(scalar(), state)
+    ddp(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
+    seen = [state.steps]
+    twin = copy.deepcopy(ddp)
+    for hooked in (False, True):
+        if hooked:
+            twin.register_comm_hook(state, dynamiq_hook)
+        twin.zero_grad()
+        twin(torch.full((1, 1), 3.0 * dist.get_rank())).sum().backward()
+        seen += [state.steps, float(twin.module.weight.grad)]
+    return seen
+
+
+def fsdp():
+    """What becomes of the hook when it is handed to FSDP, which gives its hooks two arguments or three."""
+    found = []
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        model = FullyShardedDataParallel(nn.Linear(4, 4), sharding_strategy=strategy, device_id=torch.device("cpu"))
+        model.register_comm_hook(exact_state(), dynamiq_hook)
+        try:
+            model(torch.ones(1, 4)).sum().backward()
+        except InputError as error:
+            found.append(str(error))
+    return found
 
 
 def without_buckets():
@@ -172,9 +224,11 @@ CHECKS = (
     join,
     divisor_of_join,
     compiled,
+    copied,
     resumed,
     rebound,
     first_traffic,
+    fsdp,
     without_buckets,  # the last one, as torch changes its compiler's settings for it and leaves them so
 )
 
