@@ -92,10 +92,9 @@ def test_more_bits_less_error(workers: int, ring, normal) -> None:
     loudness = torch.exp2(2 * normal(1, 24)).repeat_interleave(256)
     gradients = [normal(i, 24 * 256) * loudness for i in range(workers)]
     errors = [vnmse(ring(gradients, DynamiQ(CodecConfig(bits=b))).mean, exact_mean(gradients)) for b in range(1, 10)]
-    # From 4 bits on nothing that has energy is dropped, which costs some of the error that the fourth bit would save.
-    assert errors[:3] == sorted(errors[:3], reverse=True)
-    assert errors[3:] == sorted(errors[3:], reverse=True)
-    assert errors[3] < 1.5 * errors[2]
+    # From 3 bits on nothing that has energy is dropped, which costs what the third bit would save, and more.
+    assert errors[0] > errors[1]
+    assert errors[2:] == sorted(errors[2:], reverse=True)
     assert errors[1] < 0.5
     assert errors[8] < 1e-4
 

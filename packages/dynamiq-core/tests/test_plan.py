@@ -131,12 +131,46 @@ def test_a_partly_filled_super_group_has_the_energy_of_what_it_holds() -> None:
     assert nearly_empty.width[0, 0] > nearly_empty.width[0, 1]
 
 
+@pytest.mark.parametrize(
+    ("config", "workers", "narrowest"),
+    [
+        (CodecConfig(), 1, 2),
+        (CodecConfig(), 2, 3),  # 2 bits would lose a third of the energy
+        (CodecConfig(), 8, 3),
+        (CodecConfig(), 16, 4),  # 3 bits would lose a third
+        (CodecConfig(), 64, 4),  # a third as well, but 5 bits for everybody do not fit
+        (CodecConfig(bits=7), 4, 3),
+        (CodecConfig(bits=7), 64, 5),
+        (CodecConfig(bits=4), 4, 3),
+        (CodecConfig(bits=3), 4, 2),
+        (CodecConfig(bits=3), 64, 0),  # 2 bits lose many times the energy, and 3 for everybody do not fit
+        (CodecConfig(bits=2.5), 4, 0),
+        (CodecConfig(widths=(0, 1, 3, 8)), 4, 3),
+        (CodecConfig(widths=(0, 8)), 4, 0),
+        (CodecConfig.paper(), 4, 2),
+        (CodecConfig.paper(), 64, 2),
+        (CodecConfig.paper(bits=7), 4, 2),
+    ],
+    ids=str,
+)
+def test_super_groups_of_little_energy_get_the_narrowest_width_that_is_of_use(
+    config: CodecConfig, workers: int, narrowest: int
+) -> None:
+    energy = torch.exp2(torch.linspace(0, -60, 6400))
+    statistics = torch.stack([torch.zeros(6400), energy], dim=1).bfloat16()
+    plan = DynamiQ(config).plan(
+        statistics, 6400 * 256, device=CPU, workers=workers, chunks=workers, gain=(workers + 1) / 2
+    )
+    assert plan.width.min() == narrowest
+    assert plan.width.max() == 8
+
+
 def test_widths_are_the_greedys_for_these_energies(plan_of, normal) -> None:
     """The plan's widths spend the capacity as the hull says: no step that was left out beats one that was taken."""
     codec = DynamiQ(CodecConfig(bits=4.3))
     gradients = [mixed(normal, i, 50_000) for i in range(3)]
     plan = plan_of(gradients, codec)
-    _, steps = hull(codec.config, 2.0, floor=codec.config.floor)
+    _, steps = hull(codec.config, 2.0, floor=3)
     rms = codec.merge_statistics([codec.statistics(x) for x in gradients])[:, 1].double()
     count = torch.tensor([256.0] * 195 + [80.0])
     energy = (rms.square() * count)[plan.index.long()]  # no mean is worth subtracting here
@@ -150,7 +184,7 @@ def test_widths_are_the_greedys_for_these_energies(plan_of, normal) -> None:
         assert min(taken) >= max(left_out) * (1 - 1e-6)
 
 
-@pytest.mark.parametrize(("bits", "narrowest"), [(3.9, 0), (4.0, 2)])
+@pytest.mark.parametrize(("bits", "narrowest"), [(2.8, 0), (2.9, 2), (3.8, 2), (3.9, 3)])
 def test_whatever_has_energy_is_sent_once_the_budget_allows(bits: float, narrowest: int, plan_of, normal) -> None:
     """Energies fall by 2**-8 from super-group to super-group; the last four have none."""
     loudness = torch.exp2(-4.0 * torch.arange(16)).repeat_interleave(256)

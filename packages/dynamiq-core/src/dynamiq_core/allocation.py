@@ -13,8 +13,8 @@ Shapes: C chunks, K super-groups per chunk (sorted by energy, largest first), T 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from decimal import Decimal, localcontext
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -122,6 +122,33 @@ def normalised_errors(config: CodecConfig) -> tuple[float, ...]:
     return (1.0, *table)
 
 
+HARMLESS = 1 / 4
+"""Error of a super-group, relative to its energy, that a narrower width should not exceed if bytes allow."""
+
+
+def floors(config: CodecConfig, gain: float) -> tuple[int, ...]:
+    """Widths that every super-group with energy should have at least: the best first, then those better than none.
+
+    The squared error of the whole would give super-groups of little energy next to nothing, and drop the least. But
+    optimisers that scale every parameter's step by its own gradient, such as Adam, train such parameters as much as all
+    others, so for them the error counts relative to the super-group's own energy.
+
+    Args:
+        config: widths and kind of quantiser. Without width 0 among the widths, as published, there is one floor, the
+            narrowest of them.
+        gain: as for `chained_errors`.
+
+    Returns:
+        The narrowest width whose error is `HARMLESS`, and the narrower ones whose error is not above the energy.
+    """
+    if config.widths[0] > 0:
+        return (config.widths[0],)
+    errors = chained_errors(config, gain)
+    useful = [w for w in config.widths[1:] if errors[w] <= 1]
+    enough = next((i for i, w in enumerate(useful) if errors[w] <= HARMLESS), len(useful) - 1)
+    return tuple(reversed(useful[: enough + 1]))
+
+
 LARGEST_ERROR = 2.0**48
 """Where the errors of `chained_errors` end, so that products with them are finite in float32."""
 
@@ -155,13 +182,14 @@ def chained_errors(config: CodecConfig, gain: float) -> tuple[float, ...]:
 
 
 def _chained_error(c: float, gain: float) -> float:
-    longest = 2 * gain - 1
+    longest = 2 * Decimal(gain) - 1
     if longest <= 1:
         return gain * c
-    growth = longest * math.log1p(c)
-    if growth > math.log(LARGEST_ERROR):
-        return LARGEST_ERROR
-    return min((1 + c) / c * math.expm1(growth) / longest - 1, LARGEST_ERROR)
+    with localcontext(prec=40):
+        # Decimal and not math: every rank needs the same bits, whatever its C library.
+        growth = 1 + Decimal(c)
+        error = growth / Decimal(c) * (growth**longest - 1) / longest - 1
+        return float(min(error, Decimal(LARGEST_ERROR)))
 
 
 ERRORS: dict[tuple[str, bool], tuple[float, ...]] = {

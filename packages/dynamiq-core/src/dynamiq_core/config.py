@@ -31,8 +31,8 @@ class CodecConfig:
     Args:
         bits: budget per coordinate and direction of the all-reduce, in bits, everything included: codes, scales,
             statistics, headers. Any real number that the widths can use; see `bits_range`.
-        widths: the bit widths that a super-group may get, 0 to 8. Width 0 sends nothing for a super-group but its mean;
-            see `floor` for which ones.
+        widths: the bit widths that a super-group may get, 0 to 8. Width 0 sends nothing for a super-group but its mean.
+            If it is among the widths, the others have a lower limit as well; see `dynamiq_core.allocation.floors`.
         scales: ``"log"``: 4-bit group scales in steps of a quarter octave, rounded up, so that entries never clip.
             ``"linear"``: 8-bit group scales, stochastically rounded, entries normalised by the true maximum.
         rounding: how the shared seed is used. ``"dithered"``: the receiver subtracts the sender's dither, which
@@ -92,21 +92,6 @@ class CodecConfig:
         overhead = {"log": 10, "linear": 18}[self.scales] * 8 / SUPER_GROUP + 32 / SUPER_GROUP
         lowest = min(self.widths)
         return (1.0 if lowest == 0 else lowest + overhead), max(self.widths) + 1.0
-
-    @property
-    def floor(self) -> int:
-        """The narrowest width of a super-group that has any energy, where 0 is among the widths.
-
-        The squared error alone would give super-groups of little energy next to nothing. Optimisers that scale every
-        parameter's step by its own gradient, such as Adam, train such parameters as much as all others, so for them the
-        error counts relative to the super-group's own energy. Hence none gets more than two bits below the budget, or
-        the next narrower one of the widths: 3 bits at a budget of 5. Where that would be below all of the widths, the
-        others would suffer too much, and super-groups of least energy are dropped.
-
-        Where 0 is not among the widths, as published, it is the narrowest of them.
-        """
-        lowest, *others = self.widths
-        return max((w for w in others if w <= self.bits - 2), default=0) if lowest == 0 else lowest
 
     def _check_widths(self) -> None:
         widths = self.widths

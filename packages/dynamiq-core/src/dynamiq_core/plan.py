@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynamiq_core import wire
-from dynamiq_core.allocation import Step, allocate, chained_errors, cost, hull
+from dynamiq_core.allocation import Step, allocate, chained_errors, cost, floors, hull
 from dynamiq_core.config import MAX_WIDTH, CodecConfig
 from dynamiq_core.constants import constant
 from dynamiq_core.packing import PLANE
@@ -26,6 +26,8 @@ next to nothing and turn exact zeros, such as the untouched rows of an embedding
 RESIDUAL_SHARE = 1 / 256
 """Energy below this share of the whole cannot be told from the rounding of bfloat16 statistics."""
 
+TO_DISTRIBUTE = PLANE // 4
+"""Bytes of each super-group, a quarter of a bit per coordinate, that a floor of the widths has to leave."""
 
 INDEX_BITS = 27
 """Bits of the largest index of a super-group; see `dynamiq_core.wire.LARGEST_NUMEL`."""
@@ -140,7 +142,8 @@ def make_plan(
     device = statistics.device
     count = counts(numel, device)
     energy = statistics[:, 1].to(torch.float64).square() * count
-    mean = statistics[:, 0].to(torch.float32) / workers
+    # By a tensor: PyTorch multiplies by the reciprocal of a number on GPUs, which has other bits.
+    mean = statistics[:, 0].to(torch.float32) / constant([workers], torch.float32, device)
     # Of an energy that overflowed nothing is known, and no bits would be given for it: it is as good as non-finite.
     mean = torch.where(torch.isfinite(statistics[:, 1]), mean, torch.nan)
     mean = subtracted_mean(mean, energy, count, workers=workers, config=config)
@@ -185,7 +188,7 @@ def make_plan(
 def ladder(
     config: CodecConfig, sizes: Sequence[int], lengths: Sequence[int], gain: float
 ) -> tuple[int, tuple[Step, ...]]:
-    """The lowest width and the steps above it: from the floor up, if all messages can afford that.
+    """The lowest width and the steps above it: from the highest of the floors up that all messages can afford.
 
     Args:
         config: widths and kind of quantiser.
@@ -193,8 +196,11 @@ def ladder(
         lengths: super-groups of each chunk.
         gain: as for `dynamiq_core.allocation.hull`.
     """
-    affordable = all(size >= cost(config.floor, config) * length for size, length in zip(sizes, lengths, strict=True))
-    return hull(config, gain, floor=config.floor if affordable else 0)
+    for floor in floors(config, gain):
+        least = cost(floor, config) + (TO_DISTRIBUTE if floor else 0)
+        if all(size >= least * length for size, length in zip(sizes, lengths, strict=True)):
+            return hull(config, gain, floor=floor)
+    return hull(config, gain)
 
 
 def _deal(order: Tensor, chunks: int) -> Tensor:

@@ -85,8 +85,6 @@ def _energies(statistics: Any, terms: Any, mean: Any, residual: Any, relative: A
             least = RESIDUAL_SHARE * energy
             if left < least:
                 left = least
-            if np.isnan(least):
-                left = least
         residual[j] = left if np.isfinite(left) else 0.0
         largest = max(largest, residual[j])
     divisor = largest if largest > 0.0 else 1.0
