@@ -19,48 +19,67 @@ CHECKED = "200mbit"
 """Where whole runs show that what is put together is what happens."""
 
 
-class Length(NamedTuple):
-    """How long to train: to the end, and to know the pace."""
+class Scope(NamedTuple):
+    """How much of a task is measured: the larger model takes ten times as long for a step on a slow network.
+
+    Attributes:
+        steps: of a whole run.
+        only: of a run that shows the pace.
+        seeds: of the methods in `several`.
+        several: that are trained with all seeds.
+        butterfly: methods that are trained over the butterfly as well as over the ring.
+        checked: methods of which whole runs on a limited network show that what is put together is what happens.
+    """
 
     steps: int
     only: int
+    seeds: tuple[int, ...]
+    several: tuple[str, ...]
+    butterfly: tuple[str, ...]
+    checked: tuple[str, ...]
 
 
-LENGTHS = {"gpt": Length(100, 10), "minilm": Length(40, 5)}
+SCOPES = {
+    "gpt": Scope(
+        steps=100,
+        only=10,
+        seeds=(0, 1, 2),
+        several=("fp32", "powersgd:4", "bf16", "mxfp8", "dynamiq:5", "dynamiq:4", "dynamiq:3", "dynamiq:2+"),
+        butterfly=("bf16", "mxfp8", "dynamiq:5", "dynamiq:4"),
+        checked=("fp32", "bf16-hook", "mxfp8", "dynamiq:5"),
+    ),
+    "minilm": Scope(
+        steps=40,
+        only=5,
+        seeds=(0, 1, 2),
+        several=("fp32", "bf16", "dynamiq:5"),
+        butterfly=("dynamiq:5",),
+        checked=(),
+    ),
+}
+EXTRA = {"gpt": ("dynamiq:2",), "minilm": ()}
+"""Trained beside all others, over the ring."""
 
 
 def launches(task: str, out: Path) -> list[list[str]]:
     """Every command. What an earlier one has measured, a later one skips."""
-    steps, only = LENGTHS[task]
+    scope = SCOPES[task]
     local = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    train = [str(HERE), "train", task, f"--steps={steps}", f"--out={out}"]
-    main = [
-        "--methods",
-        "fp32",
-        "powersgd:4",
-        "bf16",
-        "mxfp8",
-        "dynamiq:5",
-        "--schedules",
-        "ring",
-        "--seeds",
-        "0",
-        "1",
-        "2",
-    ]
-    budgets = ["--methods", "dynamiq:4", "dynamiq:3", "dynamiq:2", "dynamiq:2+", "--schedules", "ring"]
+    train = [str(HERE), "train", task, f"--steps={scope.steps}", f"--out={out}", "--methods"]
+    seeds = [str(seed) for seed in scope.seeds]
     found = [
-        [*local, *train, *main],
-        [*local, *train, *budgets, *(["--seeds", "0", "1", "2"] if task == "gpt" else [])],
-        [*local, *train, "--methods", *NAMES],
+        [*local, *train, *scope.several, "--schedules", "ring", "--seeds", *seeds],
+        [*local, *train, *NAMES, *EXTRA[task], "--schedules", "ring"],
+        [*local, *train, *scope.butterfly, "--schedules", "butterfly"],
     ]
     for rate in RATES:
         network = [sys.executable, str(HERE.parent / "network.py"), f"--ranks={RANKS}", f"--rate={rate}", "--"]
-        limited = [*network, sys.executable, *train, f"--network={rate}"]
-        found.append([*limited, f"--only={only}", "--methods", *NAMES])
-        if rate == CHECKED:
-            checked = ["--methods", "fp32", "bf16-hook", "mxfp8", "dynamiq:5", "--schedules", "ring"]
-            found.append([*limited, *checked])
+        limited = [*network, sys.executable, *train]
+        short = [f"--network={rate}", f"--only={scope.only}"]
+        found.append([*limited, *NAMES, "--schedules", "ring", *short])
+        found.append([*limited, *scope.butterfly, "--schedules", "butterfly", *short])
+        if rate == CHECKED and scope.checked:
+            found.append([*limited, *scope.checked, "--schedules", "ring", f"--network={rate}"])
     return found
 
 
