@@ -72,7 +72,7 @@ def statistics(x: Tensor) -> Tensor:
 def squared_norms(x: Tensor) -> Tensor:
     """Squared norm of every super-group of ``x`` [d]: float64 [M], computed in float32."""
     full = x.numel() // SUPER_GROUP * SUPER_GROUP
-    norms = torch.linalg.vector_norm(x[:full].view(-1, SUPER_GROUP), dim=1, dtype=torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(x[:full].view(-1, SUPER_GROUP), dim=1, dtype=torch.float32)
     if full < x.numel():
         norms = torch.cat((norms, torch.linalg.vector_norm(x[full:], dtype=torch.float32)[None]))
     return norms.to(torch.float64).square()
