@@ -12,6 +12,7 @@ from licence import gradients
 from torch import Tensor
 
 from dynamiq_core import CodecConfig, DynamiQ
+from dynamiq_core.statistics import squared_norms
 from dynamiq_ddp import simulate
 from dynamiq_transport import common_gain, gain, ring
 
@@ -44,8 +45,9 @@ def predict(rows: Tensor, mean: Tensor, codec: DynamiQ) -> float:
     n, d = rows.shape
     statistics = codec.merge_statistics([codec.statistics(row) for row in rows])
     plan = codec.plan(statistics, d, device=rows.device, workers=n, chunks=n, gain=gain(ring, n))
-    expected = plan.expected_error_of(mean, growth=common_gain(ring, n) / gain(ring, n))
-    return float(expected / n**2 / mean.double().square().sum())
+    squares = squared_norms(mean)
+    expected = plan.expected_error_of(squares, growth=common_gain(ring, n) / gain(ring, n))
+    return float(expected / n**2 / squares.sum())
 
 
 def measure() -> dict[str, tuple[float, float]]:

@@ -14,6 +14,7 @@ from dynamiq_core import CodecConfig, DynamiQ, DynamiQPlan
 from dynamiq_core.allocation import chained_errors, cost, hull
 from dynamiq_core.config import GROUPS
 from dynamiq_core.plan import MEAN_SHARE
+from dynamiq_core.statistics import squared_norms
 from dynamiq_core.wire import chunk_lengths, message_sizes
 
 CPU = torch.device("cpu")
@@ -293,23 +294,25 @@ def test_what_the_gradients_have_in_common_is_learnt_from_their_mean(n: int, pla
     noise = normal(70, 3 * part) * (error / 256).sqrt().repeat_interleave(256) / n
     if n == 1:
         factors = [1.0] * 3
-    got = plan.expected_error_of((mean + noise).float(), growth=growth)
+    got = plan.expected_error_of(squared_norms((mean + noise).float()), growth=growth)
     assert got.item() == pytest.approx(float(expected), rel=0.1)
-    assert plan.expected_error_of(mean, growth=1.0).item() == pytest.approx(plan.expected_error.item(), rel=1e-12)
+    assert plan.expected_error_of(squared_norms(mean), growth=1.0).item() == pytest.approx(
+        plan.expected_error.item(), rel=1e-12
+    )
 
 
 def test_nothing_is_learnt_from_what_is_not_sent(plan_of, normal) -> None:
     """Zeros, super-groups of width 0, and a mean that is not finite."""
     zeros = [torch.zeros(1000)] * 3
-    assert plan_of(zeros, DynamiQ()).expected_error_of(zeros[0], growth=3.0) == 0
+    assert plan_of(zeros, DynamiQ()).expected_error_of(squared_norms(zeros[0]), growth=3.0) == 0
     gradients = [mixed(normal, i, 20_000) for i in range(3)]
     plan = plan_of(gradients, DynamiQ(CodecConfig(widths=(0, 8), bits=1.0)))
     assert plan.width.max() == 8
     dropped = plan.errors[plan.width == 0].sum().item()
-    assert plan.expected_error_of(torch.zeros(20_000), growth=3.0).item() >= dropped > 0
+    assert plan.expected_error_of(squared_norms(torch.zeros(20_000)), growth=3.0).item() >= dropped > 0
     poisoned = torch.zeros(20_000)
     poisoned[plan.index[0, 0] * 256] = math.nan
-    assert plan.expected_error_of(poisoned, growth=3.0).isnan()
+    assert plan.expected_error_of(squared_norms(poisoned), growth=3.0).isnan()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from dynamiq_ddp import launched
 from dynamiq_ddp.cli import main, parser
-from dynamiq_ddp.commands import bench, launched, output
+from dynamiq_ddp.commands import bench, output
 from dynamiq_ddp.commands.bench import Advice, sentence
 from dynamiq_transport import Link, LocalTransport, run_local
 

@@ -181,6 +181,8 @@ from dynamiq_ddp.commands import output
 def run(options):
     print("a progress bar")
     os.write(1, b"a library in C\\n")
+    if os.name == "posix":
+        ctypes.CDLL(None).puts(b"held back by C")  # all of it, as standard output is a pipe
     return output.Result({"found": 1}, "text")
 cli.doctor.run = run
 sys.exit(cli.main(["doctor", "--json"]))
@@ -192,6 +194,38 @@ def test_a_document_is_all_that_goes_to_standard_output(run_program):
     assert (status, out) == (0, '{"found": 1}\n')
     assert "a progress bar" in err
     assert "a library in C" in err
+    assert "held back by C" in err or os.name != "posix"
+
+
+SAVES = """
+import sys
+from functools import partial
+from pathlib import Path
+from dynamiq_ddp import cli
+from dynamiq_ddp.commands import output
+def run(options):
+    return output.Result({}, "text", [partial(Path(name).write_text, "saved") for name in sys.argv[1:]])
+cli.doctor.run = run
+sys.exit(cli.main(["doctor"]))
+"""
+
+
+def test_what_can_be_saved_is_saved(tmp_path, run_program):
+    """A file that cannot be written costs neither the result nor another file."""
+    names = [str(tmp_path / name) for name in ("first", "no/folder", "last")]
+    status, out, err = run_program([sys.executable, "-c", SAVES, *names], timeout=120)
+    assert (status, out, err) == (2, "text\n", f"error: {names[1]}: No such file or directory\n")
+    assert [(tmp_path / name).read_text() for name in ("first", "last")] == ["saved", "saved"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")  # noqa: PTH110
+def test_a_full_disk_behind_standard_output_costs_no_file(tmp_path):
+    words = [sys.executable, "-c", SAVES, str(tmp_path / "saved")]
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: [Errno 28]")
+    assert (tmp_path / "saved").read_text() == "saved"
 
 
 @pytest.mark.parametrize(("to", "status", "error"), [("closed", 141, b""), ("full", 2, b"error: [Errno 28]")])

@@ -42,6 +42,7 @@ def test_two_ranks_end_with_the_json_line(tmp_path: Path) -> None:
     done = run(*launch, "--steps", "2", "--bits", "6", "--out", "there", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
+    assert "loss curves: there/loss.png" in done.stderr
     assert set(figures) == KEYS
     assert figures["replicas_identical"] is True
     assert figures["loss_dynamiq"] == pytest.approx(figures["loss_allreduce"], rel=5e-3)

@@ -11,8 +11,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from rich.console import Console
 
-from dynamiq_ddp.demo.report import OURS, PLAIN, Report, Traffic, smooth
+from dynamiq_ddp.demo.report import Report, Traffic, smooth
 from dynamiq_ddp.demo.train import Run
+from dynamiq_ddp.pictures import OURS, PLAIN
 
 
 def report(*, identical: bool = True) -> Report:

@@ -115,7 +115,9 @@ def test_tables_say_what_was_measured(modules: Modules, run: Callable[..., Any],
     runs += [
         run("fp32", curve[:5], 4.0, network="200mbit"),
         run("dynamiq:5", curve[:5], 1.0, network="200mbit", schedule="ring"),
-        run("dynamiq:5", curve, 1.1, network="200mbit", schedule="ring"),
+        run("dynamiq:5", curve, 1.1, network="200mbit", schedule="ring", date="2026-01-03 10:00", commit="c"),
+        run("fp32", curve, 1.1, network="200mbit", date="2026-01-02 23:59", commit="b"),
+        run("fp32", curve[:5], 1.1, date="2026-01-04 00:00", commit="used nowhere"),
     ]
     modules.report.write(runs, tmp_path)
     rows = {
@@ -135,12 +137,37 @@ def test_tables_say_what_was_measured(modules: Modules, run: Callable[..., Any],
     assert ours[3:] == ["1000", f"{float(reached):.1f}", "4.00"]
     # 18 seconds at its pace and the two first steps, beside 20 steps of a second
     assert rows["gpt-checked.md"][2][1:5] == ["200mbit", f"{18 + 18 * 1.1:.1f}", "20.0", f"{(18 + 18 * 1.1) / 20:.2f}"]
+    said = "Measured on 2026-01-01, 2026-01-02 and 2026-01-03 at commits 0, b and c.\n"
+    assert (tmp_path / "measured.md").read_text() == said
     assert (tmp_path / "loss-against-time.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_report_of_nothing_is_an_error(modules: Modules, run: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to report"):
         modules.report.write([run("fp32", [2.0] * 20, 0.1)], tmp_path)
+
+
+def test_one_commit_on_one_day(modules: Modules, run: Callable[..., Any]) -> None:
+    results = modules.report.Results([run("fp32", [2.0] * 20, 0.1, seed=seed) for seed in range(2)])
+    assert modules.report.measured(results) == "Measured on 2026-01-01 at commit 0.\n"
+
+
+def test_a_result_is_of_its_plan_alone(modules: Modules, run: Callable[..., Any]) -> None:
+    method = modules.methods.Method("dynamiq:5", "ring")
+    plan = modules.training.Plan("gpt", method, 4, 20, 0, None, None)
+    found = run("dynamiq:5", [2.0] * 20, 0.1, schedule="ring")
+    assert plan.is_done(found)
+    assert plan.is_done(found._replace(commit="another"))
+    others = {"task": "minilm", "schedule": "butterfly", "ranks": 2, "steps": 30, "seed": 1, "network": "200mbit"}
+    for name, value in others.items():
+        assert not plan.is_done(found._replace(**{name: value})), name
+    assert not plan._replace(only=5).is_done(found)
+
+
+def test_a_single_step_has_no_pace(run_program: Callable[..., Any], tmp_path: Path) -> None:
+    words = [sys.executable, str(PROGRAM), "train", "gpt", "--steps=1", f"--out={tmp_path / 'runs.jsonl'}"]
+    status, _, err = run_program(words, env={"RANK": "0"}, timeout=120)
+    assert (status, err) == (2, "error: --steps cannot be 1; allowed: 2 or more, of which the last is not counted\n")
 
 
 @pytest.mark.parametrize(

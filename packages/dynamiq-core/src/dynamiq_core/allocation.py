@@ -69,6 +69,11 @@ def _slope(a: tuple[int, float, int], b: tuple[int, float, int]) -> float:
 def allocate(energies: Tensor, capacities: Tensor, steps: Sequence[Step], lowest: int) -> Tensor:
     """Bit widths under a capacity for each chunk.
 
+    A step's key is the energy times the step's gain, as float32. Steps are taken by falling key for as long as all of
+    a key fit. Of the first key that does not fit as a whole, they are taken one by one, in step-major order: all
+    super-groups' lowest step by position, then all their next. The first that does not fit ends the allocation: no
+    later one is taken, even if it is cheaper.
+
     Args:
         energies: float32 [C, K], at least 0, falling along K; 0 gets the lowest width.
         capacities: int64 [C], bytes for the steps above the lowest width.

@@ -17,7 +17,7 @@ from dynamiq_core.config import MAX_WIDTH, CodecConfig
 from dynamiq_core.constants import constant
 from dynamiq_core.packing import PLANE
 from dynamiq_core.rounding import Key
-from dynamiq_core.statistics import counts, squared_norms
+from dynamiq_core.statistics import counts
 
 MEAN_SHARE = 1 / 32
 """A mean is subtracted where it carries at least this share of a super-group's energy. Elsewhere it would gain
@@ -84,7 +84,7 @@ class DynamiQPlan:
         """float64 [], expected squared error of the sum over the workers, if their gradients are uncorrelated."""
         return self.errors.sum()
 
-    def expected_error_of(self, mean: Tensor, *, growth: float) -> Tensor:
+    def expected_error_of(self, squares: Tensor, *, growth: float) -> Tensor:
         """Expected squared error of the sum over the workers, once their mean is known: float64 [].
 
         How much the gradients have in common shows in the energy of their sum. With a correlation of r between any two,
@@ -92,15 +92,15 @@ class DynamiQPlan:
         is what it would be for r = 0. The mean that came out holds both.
 
         Args:
-            mean: what the all-reduce made, float32, bfloat16 or float16 [d].
+            squares: `dynamiq_core.statistics.squared_norms` of what the all-reduce made, float64 [M].
             growth: by how much the error is larger if all gradients are the same: the sum of the squared numbers of
                 gradients in all encodings over the sum of the numbers, (2 n + 1) / 3 for the ring.
         """
-        n, count = self.workers, counts(self.numel, mean.device)
-        squares = n**2 * (squared_norms(mean) - count * self.mean.to(torch.float64).square())
+        n, count = self.workers, counts(self.numel, squares.device)
+        merged = n**2 * (squares - count * self.mean.to(torch.float64).square())
         # In a super-group that is not sent there is nothing to learn from.
         known = (self.width > 0) & (self.energies > 0)
-        common = squares[self.index.to(torch.int64)] - self.energies - self.errors
+        common = merged[self.index.to(torch.int64)] - self.energies - self.errors
         full = (n - 1) * self.energies + (growth - 1) * self.errors
         r = (common / torch.where(known & (full > 0), full, 1.0)).clamp(-1 / max(n - 1, 1), 1.0)
         return (self.errors * (1 + (growth - 1) * torch.where(known, r, 0.0))).sum()

@@ -73,19 +73,22 @@ def measure(options: argparse.Namespace) -> None:
     """
     if "RANK" not in os.environ:
         raise ConfigError("this runs on several ranks; start it with torchrun or another launcher")
+    if options.steps < 2:
+        raise ConfigError(f"--steps cannot be {options.steps}; allowed: 2 or more, of which the last is not counted")
     if options.only is not None and not 0 < options.only < options.steps:
         raise ConfigError(f"--only cannot be {options.only}; allowed: from 1 to --steps - 1")
     chosen = methods(options.methods, options.schedules)
     torch.set_num_threads(options.threads)
     dist.init_process_group("gloo", timeout=timedelta(minutes=30))
     try:
+        ranks = dist.get_world_size()
         # Rank 0 knows what there is to do; it alone need see the file.
         done = read(options.out) if dist.get_rank() == 0 and options.out.exists() else []
         plans = [
             plan
             for seed in options.seeds
             for method in chosen
-            for plan in [Plan(options.task, method, options.steps, seed, options.network, options.only)]
+            for plan in [Plan(options.task, method, ranks, options.steps, seed, options.network, options.only)]
             if not any(plan.is_done(run) for run in done)
         ]
         given = [plans, commit()]

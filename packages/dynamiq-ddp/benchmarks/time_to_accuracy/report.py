@@ -14,7 +14,8 @@ from methods import PLAIN_STEPS, Method
 from training import Run
 
 from dynamiq_core import ConfigError
-from dynamiq_ddp.demo.report import OURS, PLAIN, STYLE, smooth
+from dynamiq_ddp.demo.report import smooth
+from dynamiq_ddp.pictures import OURS, PLAIN, STYLE
 
 TOLERANCE = 0.01
 """The target is the fp32 run's smoothed training loss at its end, and so much more."""
@@ -44,6 +45,7 @@ class Results:
         self._curves = [run for run in whole if run.network is None]
         self.limited = [run for run in whole if run.network is not None]
         self._paces = [run for run in runs if run.network is not None and len(run.losses) < run.steps]
+        self.used = [*self._curves, *self.limited, *self._paces]
 
     def methods(self, task: str) -> list[Method]:
         """Those that were trained to the end, in the order of their errors' budget: as they were run."""
@@ -86,7 +88,7 @@ def seconds_per_step(run: Run) -> float:
 
 
 def write(runs: Iterable[Run], folder: Path) -> None:
-    """Write what the page of the documentation includes: for each task two tables, and one picture of all.
+    """Write what the page of the documentation includes: for each task three tables, and of all when, and one picture.
 
     Raises:
         ConfigError: there is nothing to report.
@@ -99,7 +101,22 @@ def write(runs: Iterable[Run], folder: Path) -> None:
         folder.joinpath(f"{task}-loss.md").write_text(losses(results, task))
         folder.joinpath(f"{task}-time.md").write_text(times(results, task))
         folder.joinpath(f"{task}-checked.md").write_text(checked(results, task))
+    folder.joinpath("measured.md").write_text(measured(results))
     draw(results, folder / "loss-against-time.png")
+
+
+def measured(results: Results) -> str:
+    """When, and with which code."""
+    runs = sorted(results.used, key=lambda run: run.date)
+    days = dict.fromkeys(run.date.split()[0] for run in runs)
+    commits = dict.fromkeys(run.commit for run in runs)
+    return f"Measured on {enumerated(days)} at commit{'s' * (len(commits) > 1)} {enumerated(commits)}.\n"
+
+
+def enumerated(words: Iterable[str]) -> str:
+    """As a sentence has them: a, b and c."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -71,6 +71,7 @@ class Plan(NamedTuple):
 
     task: str
     method: Method
+    ranks: int
     steps: int
     seed: int
     network: str | None
@@ -78,8 +79,9 @@ class Plan(NamedTuple):
 
     def is_done(self, run: Run) -> bool:
         """Whether this is a result of the plan."""
-        mine = (self.task, *self.method, self.steps, self.seed, self.network, self.only or self.steps)
-        return mine == (run.task, run.method, run.schedule, run.steps, run.seed, run.network, len(run.losses))
+        mine = (self.task, *self.method, self.ranks, self.steps, self.seed, self.network, self.only or self.steps)
+        its = (run.task, run.method, run.schedule, run.ranks, run.steps, run.seed, run.network, len(run.losses))
+        return mine == its
 
 
 def train(plan: Plan, task: Task, commit: str) -> Run:
@@ -120,7 +122,7 @@ def train(plan: Plan, task: Task, commit: str) -> Run:
         task=plan.task,
         method=plan.method.name,
         schedule=plan.method.schedule,
-        ranks=dist.get_world_size(),
+        ranks=plan.ranks,
         steps=plan.steps,
         seed=plan.seed,
         network=plan.network,

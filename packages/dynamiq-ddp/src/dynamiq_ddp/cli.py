@@ -6,12 +6,13 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from dynamiq_core import __version__
 
 from .commands import bench, compare, completion, demo, doctor, output, simulate
-from .commands.guard import guarded
-from .commands.launched import rank_here
+from .guard import guarded
+from .launched import rank_here
 
 DESCRIPTION = """\
 What is installed, what compression does to your gradients, and what it is worth on your network.
@@ -74,13 +75,13 @@ def _run(options: argparse.Namespace) -> int:
     if result is None:
         return 0
     try:
-        output.write(output.to_json(result.document) if options.json else result.text)
-        closed = False
+        with ExitStack() as stack:  # which calls all of them, whatever goes wrong before
+            for save in reversed(result.saves):
+                stack.callback(save)
+            output.write(output.to_json(result.document) if options.json else result.text)
     except BrokenPipeError:
-        closed = True
-    for save in result.saves:
-        save()
-    return CLOSED if closed else 0
+        return CLOSED
+    return 0
 
 
 if __name__ == "__main__":

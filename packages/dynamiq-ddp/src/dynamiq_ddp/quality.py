@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dynamiq_core import DynamiQPlan, Plan, vnmse
+from dynamiq_core.statistics import squared_norms
 
 from .engine import Job, reduce_tensor
 from .exact import Exact
@@ -44,9 +45,9 @@ class Quality:
             route: the way that it went.
         """
         if isinstance(plan, DynamiQPlan):
-            norm = torch.linalg.vector_norm(mean, dtype=torch.float32).to(torch.float64)
-            error = plan.expected_error_of(mean, growth=route.growth)
-            both = torch.stack((error / plan.workers**2, norm.square()))
+            squares = squared_norms(mean)
+            error = plan.expected_error_of(squares, growth=route.growth)
+            both = torch.stack((error / plan.workers**2, squares.sum()))
             both = torch.where(both.isfinite().all(), both, 0.0)  # a step with an overflow says nothing
             self._expected = both if self._expected is None else self._expected + both
 

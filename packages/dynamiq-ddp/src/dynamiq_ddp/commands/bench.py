@@ -28,6 +28,7 @@ from torch import Tensor
 from dynamiq_core import Codec, ConfigError
 from dynamiq_ddp.comparison import TIMED, codec_seconds
 from dynamiq_ddp.engine import all_reduce
+from dynamiq_ddp.launched import TRANSPORTS, Network, network
 from dynamiq_ddp.meter import Meter
 from dynamiq_ddp.projection import break_even
 from dynamiq_ddp.route import SCHEDULES
@@ -35,7 +36,6 @@ from dynamiq_transport import DEFAULT_TIMEOUT, Link, Transport, choose, gather_r
 
 from . import codecs, output
 from .completion import FILES, complete
-from .launched import TRANSPORTS, Network, network
 
 BUCKETS = 4
 """All-reduces in a row or in two lanes, to see which is faster."""

@@ -32,6 +32,7 @@ import torch
 from dynamiq_core import ConfigError
 from dynamiq_ddp.comparison import Row, compare
 from dynamiq_ddp.gradient_files import load_gradients
+from dynamiq_ddp.pictures import OURS, PLAIN, STYLE
 from dynamiq_ddp.route import SCHEDULES
 
 from . import codecs, output
@@ -147,8 +148,6 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     """Draw vNMSE against bits on the wire, one panel for each schedule and number of ranks."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
-
-    from dynamiq_ddp.demo.report import OURS, PLAIN, STYLE
 
     panels = list(dict.fromkeys((row.schedule, row.ranks) for row in rows))
     with rc_context(STYLE):

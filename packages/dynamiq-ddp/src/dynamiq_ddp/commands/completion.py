@@ -14,8 +14,8 @@
       dynamiq-ddp completion fish > ~/.config/fish/completions/dynamiq-ddp.fish
 
 It prints the script and changes nothing. The script holds all that it needs, so that Tab starts no Python, which would
-have to import torch first. Make it anew after an update. Of the words after
-one option, such as schedules, bash completes all, zsh and fish the first.
+have to import torch first. Make it anew after an update. Of the words after one option, such as schedules, bash
+completes all, zsh and fish the first.
 """
 
 from __future__ import annotations

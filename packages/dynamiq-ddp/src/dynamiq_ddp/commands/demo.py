@@ -6,8 +6,8 @@ Ranks are processes that torchrun starts, here four on one machine; `python -m d
     torchrun --standalone --nproc-per-node 2 --no-python dynamiq-ddp demo --bits 4 --schedule butterfly --steps 50
 
 It prints a table of both runs (validation loss, bits on the wire, what was sent, vNMSE, whether the replicas are
-bit-identical, times), the name of a picture of both loss curves, and as its last line the figures of the table as one
-JSON object. With --json that line is all.
+bit-identical, times), and as its last line the figures of the table as one JSON object. With --json that line is all.
+It draws both loss curves, and names the picture on standard error.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -32,13 +33,13 @@ from dynamiq_ddp.demo.recipe import Recipe
 from dynamiq_ddp.demo.report import Report, Traffic
 from dynamiq_ddp.demo.train import Install, Run, train
 from dynamiq_ddp.hook import dynamiq_hook
+from dynamiq_ddp.launched import join
 from dynamiq_ddp.route import SCHEDULES
 from dynamiq_ddp.state import DynamiQState
 from dynamiq_kernels import Backend, operations
 
 from . import output
 from .completion import FILES, complete
-from .launched import join
 
 LAUNCH = "torchrun --standalone --nproc-per-node 4 --no-python dynamiq-ddp demo"
 TIMEOUT = 300.0
@@ -91,8 +92,14 @@ def run(options: argparse.Namespace) -> output.Result | None:
         dist.destroy_process_group()
     if report is None:
         return None
-    lines = (output.render(report.table()), f"loss curves: {picture}", output.to_json(report.figures()))
-    return output.Result(report.figures(), "\n".join(lines), [partial(report.plot, picture)])
+    lines = (output.render(report.table()), output.to_json(report.figures()))
+    return output.Result(report.figures(), "\n".join(lines), [partial(draw, report, picture)])
+
+
+def draw(report: Report, picture: Path) -> None:
+    """Draw the loss curves, and say so once they are there."""
+    report.plot(picture)
+    print(f"loss curves: {picture}", file=sys.stderr)
 
 
 def compare(state: DynamiQState, recipe: Recipe) -> Report | None:

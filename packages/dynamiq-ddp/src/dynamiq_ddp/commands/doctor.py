@@ -26,11 +26,11 @@ import torch.distributed as dist
 
 from dynamiq_core import DynamiQError
 from dynamiq_ddp.connect import LANES
+from dynamiq_ddp.launched import default_transport, launcher
 from dynamiq_ddp.state import DynamiQState
 from dynamiq_kernels import Backend, operations
 
 from . import output
-from .launched import default_transport, launcher
 
 PACKAGES = {
     "dynamiq-core": None,

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from dynamiq_core import Codec, ConfigError, DynamiQ, DynamiQPlan
+from dynamiq_core.statistics import squared_norms
 from dynamiq_ddp.comparison import TIMED, codec_seconds
 from dynamiq_ddp.gradient_files import load_gradients
 from dynamiq_ddp.projection import flat_schedule, project, stock_seconds, traffic
@@ -142,7 +143,8 @@ def errors(codec: Codec[Any], rows: Tensor, schedule: str) -> tuple[float, float
         chunks=function(0, ranks).chunks,
         gain=mean_gain,
     )
-    expected = plan.expected_error_of(result.mean, growth=common_gain(function, ranks) / mean_gain)
+    squares = squared_norms(result.mean)
+    expected = plan.expected_error_of(squares, growth=common_gain(function, ranks) / mean_gain)
     energy = float(rows.to(torch.float64).sum(dim=0).square().sum())
     return result.vnmse, float(expected) / energy
 

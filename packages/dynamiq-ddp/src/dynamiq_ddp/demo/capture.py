@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from dynamiq_core.errors import ConfigError
-from dynamiq_ddp.commands.guard import guarded
+from dynamiq_ddp.guard import guarded
 
 from .data import load_corpus
 from .model import GPT

@@ -5,24 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.table import Table
 
-from .train import Run
+from dynamiq_ddp.pictures import OURS, PLAIN, STYLE
 
-PLAIN, OURS = "#5b6770", "#d1495b"
-STYLE: Any = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.edgecolor": "#9aa4ab",
-    "axes.titleweight": "bold",
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "grid.color": "#e6e9eb",
-    "font.size": 10.5,
-}
+from .train import Run
 
 
 class Traffic(NamedTuple):
