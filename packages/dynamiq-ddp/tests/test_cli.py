@@ -190,7 +190,8 @@ sys.exit(cli.main(["doctor", "--json"]))
 
 
 def test_a_document_is_all_that_goes_to_standard_output(run_program):
-    status, out, err = run_program([sys.executable, "-c", NOISE], timeout=120)
+    buffered = {"PYTHONUNBUFFERED": ""}  # set, it would keep C from holding anything back
+    status, out, err = run_program([sys.executable, "-c", NOISE], env=buffered, timeout=120)
     assert (status, out) == (0, '{"found": 1}\n')
     assert "a progress bar" in err
     assert "a library in C" in err
