@@ -76,12 +76,13 @@ def test_expected_error_whatever_the_gradients_have_in_common(common, schedule):
 
 
 def test_a_long_ring_of_small_chunks_keeps_its_error():
-    """64 ranks with four super-groups in a chunk: 0.0062.
+    """64 ranks with four super-groups in a chunk: 0.0017.
 
-    It was 0.10 when the plan knew nothing of errors that feed on one another, and gave two bits to many.
+    It was 0.10 when the plan knew nothing of errors that feed on one another, and gave two bits to many. Now half of
+    the super-groups are dropped, since 4 bits for all of them do not fit.
     """
     measured, expected = errors(CODECS["dynamiq"], made_gradients(64, 65_536), "ring")
-    assert measured < 0.008
+    assert measured < 0.002
     assert measured == pytest.approx(expected, rel=0.1)
 
 

@@ -89,7 +89,8 @@ class DynamiQPlan:
 
         How much the gradients have in common shows in the energy of their sum. With a correlation of r between any two,
         a super-group of energy F has a sum of energy F (1 + (n - 1) r) and an error of e (1 + (growth - 1) r), where e
-        is what it would be for r = 0. The mean that came out holds both.
+        is what it would be for r = 0. The mean that came out holds both. Of a super-group that is not sent it holds
+        nothing, and F (1 + (n - 1) r) is lost, where r is taken to be that of the others, or 0 if that is negative.
 
         Args:
             squares: `dynamiq_core.statistics.squared_norms` of what the all-reduce made, float64 [M].
@@ -98,12 +99,14 @@ class DynamiQPlan:
         """
         n, count = self.workers, counts(self.numel, squares.device)
         merged = n**2 * (squares - count * self.mean.to(torch.float64).square())
-        # In a super-group that is not sent there is nothing to learn from.
         known = (self.width > 0) & (self.energies > 0)
         common = merged[self.index.to(torch.int64)] - self.energies - self.errors
         full = (n - 1) * self.energies + (growth - 1) * self.errors
         r = (common / torch.where(known & (full > 0), full, 1.0)).clamp(-1 / max(n - 1, 1), 1.0)
-        return (self.errors * (1 + (growth - 1) * torch.where(known, r, 0.0))).sum()
+        r = torch.where(known, r, 0.0)
+        weight = torch.where(known, self.energies, 0.0)
+        others = ((r * weight).sum() / weight.sum().clamp(min=torch.finfo(torch.float64).tiny)).clamp(min=0.0)
+        return (self.errors * torch.where(known, 1 + (growth - 1) * r, 1 + (n - 1) * others)).sum()
 
 
 def subtracted_mean(mean: Tensor, energy: Tensor, count: Tensor, *, workers: int, config: CodecConfig) -> Tensor:
