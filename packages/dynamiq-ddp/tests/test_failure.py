@@ -10,6 +10,8 @@ from dynamiq_core.baselines import BF16
 from dynamiq_ddp import CommunicationError, all_reduce
 from dynamiq_ddp.errors import first_cause
 from dynamiq_ddp.lanes import Lanes
+from dynamiq_ddp.meter import Meter, MeteredTransport
+from dynamiq_ddp.tokens import ComparingTransport
 from dynamiq_transport import LocalTransport, TransportError
 
 
@@ -110,6 +112,65 @@ def test_a_peer_that_stalls_is_an_error_within_the_timeout(ranks):
     assert isinstance(error, CommunicationError)
     assert error.peers == (1,)
     assert not tensor.any()
+
+
+class Odd(BF16):
+    """Fails at one encoding on some ranks."""
+
+    def __init__(self, ranks, at):
+        self.ranks, self.at, self.count = ranks, at, 0
+
+    def decompress_accumulate_recompress(self, received, x, plan, *, chunk, slot, out=None):
+        self.count += 1
+        if slot in self.ranks and self.count == self.at:
+            raise ArithmeticError("the codec met something odd")
+        return super().decompress_accumulate_recompress(received, x, plan, chunk=chunk, slot=slot, out=out)
+
+
+@pytest.mark.parametrize("at", [3, 4])
+@pytest.mark.parametrize("schedule", ["ring", "butterfly", "direct"])
+@pytest.mark.parametrize("failing", [(0, 1, 2, 3), (1,)], ids=["all", "one"])
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in step"])
+def test_an_error_of_the_codec_ends_the_transport_at_once(ahead, failing, schedule, at, ranks):
+    """Whatever was posted ahead: nobody waits for it, neither a peer nor the next call."""
+    together = threading.Barrier(4)  # a rank that returned would close its transport and so tell its peers
+
+    def work(transport):
+        transport.posts_ahead = ahead
+        results = []
+        for codec in (Odd(failing, at), BF16()):
+            try:
+                all_reduce(torch.ones(5000), transport=transport, codec=codec, schedule=schedule, check=False)
+            except Exception as error:
+                results.append(error)
+            together.wait(60.0)
+        return results
+
+    for rank, (first, second) in enumerate(ranks(4, work, timeout=20.0)):
+        if rank in failing:
+            assert isinstance(first, ArithmeticError)
+        else:
+            assert isinstance(first, CommunicationError)
+            assert "has closed" in str(first)
+        assert isinstance(second, CommunicationError)
+        assert f"the transport of rank {rank} is closed" in str(second)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda transport: MeteredTransport(transport, Meter(), "gradient"),
+        lambda transport: ComparingTransport(transport, {}, lambda sent: None, lambda: None),
+    ],
+    ids=["metered", "comparing"],
+)
+def test_what_wraps_a_transport_aborts_it_without_finishing_anything(wrap):
+    inner, peer = LocalTransport.group(2, timeout=20.0)
+    wrapped = wrap(inner)
+    wrapped.exchange([], [(1, torch.zeros(8, dtype=torch.uint8))])
+    wrapped.abort()
+    with pytest.raises(TransportError, match="rank 0 has closed"):
+        peer.exchange([(0, torch.zeros(8, dtype=torch.uint8))], []).wait()
 
 
 def test_a_complaint_is_not_hidden_by_what_another_lane_has_lost():
