@@ -8,9 +8,12 @@ import torch
 from dynamiq_core import DynamiQ, DynamiQError
 from dynamiq_core.baselines import BF16
 from dynamiq_ddp import CommunicationError, all_reduce
+from dynamiq_ddp.bucket import Way, averaging
 from dynamiq_ddp.errors import first_cause
+from dynamiq_ddp.gate import Gate
 from dynamiq_ddp.lanes import Lanes
 from dynamiq_ddp.meter import Meter, MeteredTransport
+from dynamiq_ddp.route import find_route
 from dynamiq_ddp.tokens import ComparingTransport
 from dynamiq_transport import LocalTransport, TransportError
 
@@ -171,6 +174,26 @@ def test_what_wraps_a_transport_aborts_it_without_finishing_anything(wrap):
     wrapped.abort()
     with pytest.raises(TransportError, match="rank 0 has closed"):
         peer.exchange([(0, torch.zeros(8, dtype=torch.uint8))], []).wait()
+
+
+class Leaving(BF16):
+    """Ends its thread when it is asked for anything."""
+
+    def fingerprint(self):
+        raise SystemExit("enough")
+
+
+@pytest.mark.parametrize("comparison", ["before", "beside"])
+def test_an_exit_in_the_first_bucket_lets_no_other_lane_pass(comparison):
+    lanes = Lanes([LocalTransport.group(1)[0]])
+    gate = Gate(lanes)
+    way = Way(Leaving(), find_route("ring", 0, 1), None, None, False, None, "")
+    work = averaging(torch.ones(9), way, step=0, bucket=0, comparison=comparison, gate=gate, first=True)
+    with pytest.raises(SystemExit):
+        work(lanes.lanes[0])
+    with pytest.raises(RuntimeError, match="stopped by SystemExit"):
+        gate.wait()
+    lanes.close()
 
 
 def test_a_complaint_is_not_hidden_by_what_another_lane_has_lost():
