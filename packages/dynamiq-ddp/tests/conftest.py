@@ -201,6 +201,9 @@ class Recorder(Transport):
     def close(self) -> None:
         self._transport.close()
 
+    def abort(self) -> None:
+        self._transport.abort()
+
 
 class Changed(Handle):
     def __init__(

@@ -13,6 +13,7 @@ from dynamiq_core import CodecConfig, DynamiQ
 from dynamiq_core.baselines import BF16
 from dynamiq_ddp import DynamiQState, all_reduce, dynamiq_hook, simulate
 from dynamiq_ddp.backend import make_codec
+from dynamiq_ddp.lanes import Lanes
 from dynamiq_transport import LocalTransport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -55,6 +56,19 @@ def test_a_damaged_header_makes_the_result_nan_on_all_ranks(ranks, recorder, ran
 
     for result in ranks(3, work):
         assert result.isnan().all()
+
+
+def test_an_interrupt_while_enqueueing_is_raised_and_stops_the_lanes():
+    lanes = Lanes([LocalTransport.group(1)[0]])
+
+    def interrupt(lane):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lanes.begin(0, interrupt, torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="stopped by KeyboardInterrupt"):
+        lanes.begin(1, interrupt, torch.device("cuda", 0))
+    lanes.close()
 
 
 def test_the_hook_on_a_side_stream(tmp_path):

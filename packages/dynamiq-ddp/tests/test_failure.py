@@ -8,8 +8,13 @@ import torch
 from dynamiq_core import DynamiQ, DynamiQError
 from dynamiq_core.baselines import BF16
 from dynamiq_ddp import CommunicationError, all_reduce
+from dynamiq_ddp.bucket import Way, averaging
 from dynamiq_ddp.errors import first_cause
+from dynamiq_ddp.gate import Gate
 from dynamiq_ddp.lanes import Lanes
+from dynamiq_ddp.meter import Meter, MeteredTransport
+from dynamiq_ddp.route import find_route
+from dynamiq_ddp.tokens import ComparingTransport
 from dynamiq_transport import LocalTransport, TransportError
 
 
@@ -110,6 +115,85 @@ def test_a_peer_that_stalls_is_an_error_within_the_timeout(ranks):
     assert isinstance(error, CommunicationError)
     assert error.peers == (1,)
     assert not tensor.any()
+
+
+class Odd(BF16):
+    """Fails at one encoding on some ranks."""
+
+    def __init__(self, ranks, at):
+        self.ranks, self.at, self.count = ranks, at, 0
+
+    def decompress_accumulate_recompress(self, received, x, plan, *, chunk, slot, out=None):
+        self.count += 1
+        if slot in self.ranks and self.count == self.at:
+            raise ArithmeticError("the codec met something odd")
+        return super().decompress_accumulate_recompress(received, x, plan, chunk=chunk, slot=slot, out=out)
+
+
+@pytest.mark.parametrize("at", [3, 4])
+@pytest.mark.parametrize("schedule", ["ring", "butterfly", "direct"])
+@pytest.mark.parametrize("failing", [(0, 1, 2, 3), (1,)], ids=["all", "one"])
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in step"])
+def test_an_error_of_the_codec_ends_the_transport_at_once(ahead, failing, schedule, at, ranks):
+    """Whatever was posted ahead: nobody waits for it, neither a peer nor the next call."""
+    together = threading.Barrier(4)  # a rank that returned would close its transport and so tell its peers
+
+    def work(transport):
+        transport.posts_ahead = ahead
+        results = []
+        for codec in (Odd(failing, at), BF16()):
+            try:
+                all_reduce(torch.ones(5000), transport=transport, codec=codec, schedule=schedule, check=False)
+            except Exception as error:
+                results.append(error)
+            together.wait(60.0)
+        return results
+
+    for rank, (first, second) in enumerate(ranks(4, work, timeout=20.0)):
+        if rank in failing:
+            assert isinstance(first, ArithmeticError)
+        else:
+            assert isinstance(first, CommunicationError)
+            assert "has closed" in str(first)
+        assert isinstance(second, CommunicationError)
+        assert f"the transport of rank {rank} is closed" in str(second)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda transport: MeteredTransport(transport, Meter(), "gradient"),
+        lambda transport: ComparingTransport(transport, {}, lambda sent: None, lambda: None),
+    ],
+    ids=["metered", "comparing"],
+)
+def test_what_wraps_a_transport_aborts_it_without_finishing_anything(wrap):
+    inner, peer = LocalTransport.group(2, timeout=20.0)
+    wrapped = wrap(inner)
+    wrapped.exchange([], [(1, torch.zeros(8, dtype=torch.uint8))])
+    wrapped.abort()
+    with pytest.raises(TransportError, match="rank 0 has closed"):
+        peer.exchange([(0, torch.zeros(8, dtype=torch.uint8))], []).wait()
+
+
+class Leaving(BF16):
+    """Ends its thread when it is asked for anything."""
+
+    def fingerprint(self):
+        raise SystemExit("enough")
+
+
+@pytest.mark.parametrize("comparison", ["before", "beside"])
+def test_an_exit_in_the_first_bucket_lets_no_other_lane_pass(comparison):
+    lanes = Lanes([LocalTransport.group(1)[0]])
+    gate = Gate(lanes)
+    way = Way(Leaving(), find_route("ring", 0, 1), None, None, False, None, "")
+    work = averaging(torch.ones(9), way, step=0, bucket=0, comparison=comparison, gate=gate, first=True)
+    with pytest.raises(SystemExit):
+        work(lanes.lanes[0])
+    with pytest.raises(RuntimeError, match="stopped by SystemExit"):
+        gate.wait()
+    lanes.close()
 
 
 def test_a_complaint_is_not_hidden_by_what_another_lane_has_lost():

@@ -36,6 +36,9 @@ class Watched(Transport):
     def close(self):
         self._transport.close()
 
+    def abort(self):
+        self._transport.abort()
+
 
 class Whole(Handle):
     """Holds buffers by weak references only: they have to be kept alive by whoever waits, or by the transport."""
@@ -81,6 +84,57 @@ def test_receives_are_posted_a_step_ahead_where_the_transport_allows_it(schedule
         assert torch.equal(x, plain)
         later = BATCHES[schedule] - 1
         assert batches == [(True, True), *[(False, True), (True, False)] * later]
+
+
+class Apart(Transport):
+    """Another transport; refuses to receive into memory of a message that nobody has waited for yet."""
+
+    posts_ahead = True
+
+    def __init__(self, transport):
+        self.rank, self.size = transport.rank, transport.size
+        self.in_flight = {}  # (first byte, behind the last one) of sends and of receives, by handle
+        self._transport = transport
+
+    def exchange(self, sends, recvs):
+        handle = ApartHandle(self, self._transport.exchange(sends, recvs))
+        self.in_flight[handle] = spans(sends), spans(recvs)
+        sent, received = ([span for both in self.in_flight.values() for span in both[i]] for i in range(2))
+        for i, (begin, end) in enumerate(received):
+            others = sent + received[:i]
+            assert not any(begin < behind and start < end for start, behind in others), "memory in use twice"
+        return handle
+
+    def close(self):
+        self._transport.close()
+
+    def abort(self):
+        self._transport.abort()
+
+
+class ApartHandle(Handle):
+    def __init__(self, apart, handle):
+        self._apart, self._handle = apart, handle
+
+    def wait(self):
+        self._handle.wait()
+        self._apart.in_flight.pop(self, None)
+
+
+def spans(messages):
+    return [(tensor.data_ptr(), tensor.data_ptr() + tensor.numel()) for _, tensor in messages]
+
+
+@pytest.mark.parametrize("schedule", ["ring", "butterfly", "direct"])
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_nothing_is_received_into_memory_that_is_still_in_use(n, schedule, codec, ranks):
+    """A finished chunk comes back to where it was sent from as a partial sum; a transport may need it unchanged."""
+
+    def work(transport):
+        return all_reduce(torch.ones(5000), transport=Apart(transport), codec=codec, schedule=schedule)
+
+    for mean in ranks(n, work):
+        assert isinstance(mean, torch.Tensor), mean
 
 
 @pytest.mark.parametrize("settings", [{}, {"error_feedback": True}, {"measure_every": 1}, {"bits": 8.0}], ids=str)

@@ -273,6 +273,34 @@ def test_only_the_lost_peer_is_named(gloo_threads: Threads, moment: str) -> None
     assert gloo_threads(4, work) == [(2,)] * 4
 
 
+@pytest.mark.parametrize("taken", [False, True], ids=["stuck", "taken"])
+def test_a_send_that_is_stuck_beside_a_failed_receive_is_named(gloo_threads: Threads, taken: bool) -> None:
+    """In batches of their own, as where receives are posted ahead; rank 3 may be waiting itself, and is not named."""
+    sent, seen = threading.Barrier(2), threading.Barrier(4)
+
+    def work(group: dist.ProcessGroup) -> tuple[int, ...]:
+        lost: tuple[int, ...] = ()
+        with TorchTransport.dedicated(group, timeout=60.0) as transport:
+            all_to_all(transport, "cpu")
+            if transport.rank == 0:
+                receiving = transport.exchange([], [(2, blank(100, "cpu"))])
+                transport.exchange([(1, blank(100, "cpu"))], [])
+                transport.exchange([], [(3, blank(100, "cpu"))])
+                sent.wait(60.0)
+                transport.timeout = 1.0
+                with pytest.raises(TransportError) as caught:
+                    receiving.wait()
+                lost = caught.value.peers
+            elif transport.rank == 1:
+                if taken:
+                    transport.exchange([], [(0, blank(100, "cpu"))]).wait()
+                sent.wait(60.0)
+            seen.wait(60.0)
+        return lost
+
+    assert gloo_threads(4, work)[0] == ((2,) if taken else (1, 2))
+
+
 def test_failed_group_ends_while_its_error_is_still_held(torch_threads: Threads) -> None:
     """Rank 2 leaves, so rank 1 fails; rank 0 hears of it from a closed connection, not from its own timeout."""
     heard = threading.Event()

@@ -20,7 +20,7 @@ from .exact import Exact
 from .exempt import Ranges
 from .feedback import Feedback
 from .gate import Gate
-from .lanes import Lane, Work
+from .lanes import Lane, Work, as_exception
 from .quality import reduce_and_measure, reduce_and_predict
 from .route import NodeRoute, Route
 from .tokens import ComparingTransport
@@ -136,12 +136,12 @@ def _through(gate: Gate, action: Work, *, first: bool) -> Work:
             gate.wait()
             return action(lane)
         try:
-            return action(lane)
-        except Exception as error:
-            gate.shut(error)
+            tensor = action(lane)
+        except BaseException as error:
+            gate.shut(as_exception(error))
             raise
-        finally:
-            gate.open()
+        gate.open()
+        return tensor
 
     return work
 

@@ -46,6 +46,10 @@ def all_reduce(
     Every rank of the transport calls it with a tensor of the same number of elements and dtype, and the same codec,
     schedule, step and bucket. The tensor is not written before everything has arrived.
 
+    An error in the middle, be it the codec's own or an interrupt, aborts the transport, as what its peers still expect
+    of this rank will not come; a new group is needed to go on. It stays usable after what is found out before the first
+    message is encoded, and after messages that have come but do not belong here.
+
     Args:
         tensor: float32, bfloat16 or float16, of any shape and strides, not empty.
         transport: to the other ranks; used by this call alone while it lasts.

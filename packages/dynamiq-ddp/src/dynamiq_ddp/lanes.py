@@ -61,6 +61,11 @@ class Lane:
                 self._thread.join(_PATIENCE)
 
 
+def as_exception(error: BaseException) -> Exception:
+    """The error itself, or what to tell everybody else if it is an exit or an interrupt of one thread."""
+    return error if isinstance(error, Exception) else RuntimeError(f"a lane was stopped by {error!r}")
+
+
 def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while (action := queue.get()) is not None:
         action()
@@ -143,7 +148,7 @@ class Lanes:
             The future for DDP; and on CPU, what to wait for so as to see an error as it was raised.
 
         Raises:
-            Exception: on CUDA, what went wrong while enqueueing; or the error that stopped the lanes before.
+            BaseException: on CUDA, what went wrong while enqueueing; or the error that stopped the lanes before.
         """
         if self.error is not None:
             raise self.error
@@ -170,7 +175,7 @@ class Lanes:
         try:
             tensor = work(lane)
         except BaseException as error:  # an exit of this thread would leave everybody waiting, and say nothing
-            failure = error if isinstance(error, Exception) else RuntimeError(f"a lane was stopped by {error!r}")
+            failure = as_exception(error)
             self._fail(failure)
             pending.finish(None, failure)
         else:
@@ -185,8 +190,8 @@ class Lanes:
         with torch.cuda.stream(lane.stream):
             try:
                 tensor = work(lane)
-            except Exception as error:
-                self._fail(error)
+            except BaseException as error:
+                self._fail(as_exception(error))
                 raise
             tensor.record_stream(lane.stream)
             future.set_result(tensor)  # remembers this stream; whoever waits makes theirs wait for it

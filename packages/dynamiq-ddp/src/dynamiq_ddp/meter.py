@@ -94,3 +94,6 @@ class MeteredTransport(Transport):
 
     def close(self) -> None:
         self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()

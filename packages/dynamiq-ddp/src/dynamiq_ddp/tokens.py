@@ -85,6 +85,9 @@ class ComparingTransport(Transport):
     def close(self) -> None:
         self._transport.close()
 
+    def abort(self) -> None:
+        self._transport.abort()
+
 
 class _Comparison(Handle):
     """Tokens on their way: uint8 [n, bytes], of which this rank's row is there already."""

@@ -6,7 +6,6 @@ take the same walk.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -53,7 +52,7 @@ class Walk(NamedTuple):
 
 
 class _Exchanges:
-    """The exchanges of a walk, one for each step, in order.
+    """The exchanges of a walk; its steps are numbered from 0, those of the gathering after those of the reducing.
 
     Where the transport allows it, the receives of a step are posted while the step before is under way: the peers'
     messages need not wait until they are asked for, which takes a message of its own.
@@ -67,68 +66,87 @@ class _Exchanges:
         self._walk = walk
         self._frames = frames
         self._ahead = walk.transport.posts_ahead and walk.device.type == "cpu"
-        schedule = walk.route.schedule
-        self._coming = deque(
-            [*((step, True) for step in schedule.reduce), *((step, False) for step in schedule.gather)]
-        )
-        self._landings: list[Tensor] = []  # of the step to come, if its receives are posted
-        self._posted: Handle | None = None
+        self._steps = (*walk.route.schedule.reduce, *walk.route.schedule.gather)
+        self._posted: dict[int, tuple[list[Tensor], Handle]] = {}  # by step, what was posted ahead
 
-    def next(self) -> list[Tensor]:
-        """Do the exchange of the next step; what has arrived, in the order of the step's receives."""
-        walk = self._walk
-        step, _ = self._coming[0]
+    def do(self, number: int) -> list[Tensor]:
+        """Do the exchange of a step; what has arrived, in the order of the step's receives."""
+        walk, step = self._walk, self._steps[number]
         sends = [(walk.route.ranks[peer], self._frames.piece(chunks)) for peer, chunks in step.sends]
         with walk.meter.span(walk.moving, walk.device):
-            if self._posted is None:
-                landings, recvs = self._receives()
-                batches = [walk.transport.exchange(sends, recvs)]
+            if number in self._posted:
+                landings, receiving = self._posted.pop(number)
+                batches = [receiving, walk.transport.exchange(sends, [])]
             else:
-                landings, batches = self._landings, [self._posted, walk.transport.exchange(sends, [])]
-            self._coming.popleft()
-            if self._ahead and self._coming:
-                self._landings, recvs = self._receives()
-                self._posted = walk.transport.exchange([], recvs)
+                landings, recvs = self._receives(number)
+                batches = [walk.transport.exchange(sends, recvs)]
+            ahead = self._ahead and number + 1 < len(self._steps)
+            overlaps = ahead and self._overlaps(number)
+            if ahead and not overlaps:
+                self._post(number + 1)
             for batch in batches:
                 batch.wait()
+            if overlaps:  # as early as it is allowed
+                self._post(number + 1)
         return landings
 
-    def _receives(self) -> tuple[list[Tensor], list[Message]]:
-        """Room for what the next step receives: for finished chunks where they belong, if they are neighbours."""
-        step, reducing = self._coming[0]
+    def _overlaps(self, number: int) -> bool:
+        """Whether the next step receives finished chunks into the memory that a step sends partial sums from."""
+        sent = {chunk for _, chunks in self._steps[number].sends for chunk in chunks}
+        return any(not sent.isdisjoint(chunks) for _, chunks in self._steps[number + 1].recvs)
+
+    def _post(self, number: int) -> None:
+        landings, recvs = self._receives(number)
+        self._posted[number] = landings, self._walk.transport.exchange([], recvs)
+
+    def _receives(self, number: int) -> tuple[list[Tensor], list[Message]]:
+        """Room for what a step receives: for finished chunks where they belong, if they are neighbours."""
+        recvs = self._steps[number].recvs
+        reducing = number < len(self._walk.route.schedule.reduce)
         landings = [
-            self._frames.room_for(chunks).buffer if reducing else self._frames.landing(chunks)
-            for _, chunks in step.recvs
+            self._frames.room_for(chunks).buffer if reducing else self._frames.landing(chunks) for _, chunks in recvs
         ]
-        ranks = [self._walk.route.ranks[peer] for peer, _ in step.recvs]
+        ranks = [self._walk.route.ranks[peer] for peer, _ in recvs]
         return landings, list(zip(ranks, landings, strict=True))
 
 
 def reduce_and_gather(walk: Walk) -> Frames:
-    """Walk the whole schedule; the result holds the last encoding of every chunk, under its owner's slot."""
+    """Walk the whole schedule; the result holds the last encoding of every chunk, under its owner's slot.
+
+    After an error of any kind the transport is aborted: it may have receives that were posted ahead, and peers may
+    wait for messages that this rank will not send.
+    """
+    try:
+        return _reduce_and_gather(walk)
+    except BaseException:
+        walk.transport.abort()
+        raise
+
+
+def _reduce_and_gather(walk: Walk) -> Frames:
     frames = Frames(walk.sizes, walk.device, align=walk.align)
     waiting: dict[int, list[Received]] = {}
     schedule = walk.route.schedule
     exchanges = _Exchanges(walk, frames)
-    for step in schedule.reduce:
-        _reduce_step(walk, step, frames, waiting, exchanges)
+    for number, step in enumerate(schedule.reduce):
+        for _, chunks in step.sends:
+            for chunk in chunks:
+                _encode(walk, chunk, frames, waiting)
+        _keep(walk, step, frames, waiting, exchanges.do(number))
     walk.seal.compare()
     for chunk in schedule.owned:
         _encode(walk, chunk, frames, waiting)
-    for step in schedule.gather:
-        _gather_step(walk, step, frames, exchanges)
+    for number, step in enumerate(schedule.gather, start=len(schedule.reduce)):
+        _settle(walk, step, frames, exchanges.do(number))
     walk.seal.compare()
     return frames
 
 
-def _reduce_step(
-    walk: Walk, step: Step, frames: Frames, waiting: dict[int, list[Received]], exchanges: _Exchanges
+def _keep(
+    walk: Walk, step: Step, frames: Frames, waiting: dict[int, list[Received]], landings: Sequence[Tensor]
 ) -> None:
-    """Send one's encodings of some chunks, and keep what arrives until one's own encoding of its chunk."""
-    for _, chunks in step.sends:
-        for chunk in chunks:
-            _encode(walk, chunk, frames, waiting)
-    for (peer, chunks), landing in zip(step.recvs, exchanges.next(), strict=True):
+    """Keep what has arrived until one's own encoding of its chunk."""
+    for (peer, chunks), landing in zip(step.recvs, landings, strict=True):
         room = frames.room_for(chunks, landing)
         for i, chunk in enumerate(chunks):
             header = walk.header._replace(chunk=chunk, slot=peer)
@@ -136,9 +154,9 @@ def _reduce_step(
             waiting.setdefault(chunk, []).append(Received(room.message(i), peer))
 
 
-def _gather_step(walk: Walk, step: Step, frames: Frames, exchanges: _Exchanges) -> None:
-    """Hand on finished chunks as they are."""
-    for (peer, chunks), landing in zip(step.recvs, exchanges.next(), strict=True):
+def _settle(walk: Walk, step: Step, frames: Frames, landings: Sequence[Tensor]) -> None:
+    """Bring the finished chunks that have arrived into their places, to be handed on as they are."""
+    for (peer, chunks), landing in zip(step.recvs, landings, strict=True):
         frames.settle(chunks, landing)
         for chunk in chunks:
             header = walk.header._replace(chunk=chunk, slot=walk.route.owners[chunk])

@@ -87,6 +87,9 @@ class Conformance:
     def test_receives_may_be_posted_ahead(self, size: int) -> None:
         self.run(partial(posted_ahead, device=self.device), size)
 
+    def test_abort_leaves_what_was_posted_ahead(self, two_or_more: int) -> None:
+        self.run(partial(abandoned, device=self.device), two_or_more)
+
     def test_buffers_live_until_the_wait(self, size: int) -> None:
         self.run(partial(dropped_buffers, device=self.device), size)
 
@@ -226,7 +229,8 @@ def many_in_flight(transport: Transport, device: str) -> None:
 
 def posted_ahead(transport: Transport, device: str) -> None:
     """Every receive before any send, each in a batch of its own, where the transport says that it is possible."""
-    if not transport.posts_ahead or (pair := neighbours(transport)) is None:
+    skip_unless_ahead(transport)
+    if (pair := neighbours(transport)) is None:
         return
     after, before = pair
     found = [blank(n, device) for n in (100, 100, 7, 50_000, 100)]
@@ -236,6 +240,25 @@ def posted_ahead(transport: Transport, device: str) -> None:
         transport.exchange([(after, sent)], []).wait()
         handles[k].wait()
         check(buffer, before, transport.rank, k)
+
+
+def abandoned(transport: Transport, device: str) -> None:
+    """Rank 0 posts a receive that rank 1 never serves; an `abort` that finished it first would raise."""
+    skip_unless_ahead(transport)
+    told = blank(1, device)
+    if transport.rank == 0:
+        transport.exchange([], [(1, blank(1000, device))])
+        transport.exchange([(1, told)], []).wait()  # until then rank 1 stays
+        transport.abort()
+        with pytest.raises(TransportError):
+            transport.exchange([], [])
+    elif transport.rank == 1:
+        transport.exchange([], [(0, told)]).wait()
+
+
+def skip_unless_ahead(transport: Transport) -> None:
+    if not transport.posts_ahead:
+        pytest.skip("this transport says that receives may not be posted ahead of the sends that peers wait for")
 
 
 def dropped_buffers(transport: Transport, device: str) -> None:

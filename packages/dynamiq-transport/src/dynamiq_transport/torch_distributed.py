@@ -59,6 +59,10 @@ class _Part:
         self.work = work
         self.operations = operations
 
+    @property
+    def sends(self) -> bool:
+        return all(operation.op is dist.isend for operation in self.operations)
+
     def wait(self, seconds: float) -> None:
         if self.operations[0].tensor.is_cuda:
             self.work.wait()  # only orders the stream; a timeout would block the host
@@ -199,7 +203,12 @@ class TorchTransport(Transport):
             group.allreduce([torch.zeros(1, device=device)]).wait()
 
     def _fail(self, failures: list[_Failure]) -> TransportError:
-        """Give up for good: the ranks have lost their common place in the order of messages."""
+        """Give up for good: the ranks have lost their common place in the order of messages.
+
+        Sends of other batches that have not gone out are named too. Receives are not: they may be posted ahead.
+        """
+        sends = [part for handle in self._in_flight for part in handle._parts if part.sends]
+        failures = failures + _finish(sends, _PROBE)
         peers = _peers(failures)
         self.abort()
         self._closed = f"has failed before (peers {peers})"

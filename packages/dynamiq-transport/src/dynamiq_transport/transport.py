@@ -61,7 +61,7 @@ class Transport(ABC):
         size: number of ranks in that group.
         posts_ahead: whether receives of CPU tensors may be posted in a batch of their own before the sends that the
             peers wait for. Not where batches are carried out one after the other, as on a stream: all ranks would wait
-            in the first. False unless a transport says otherwise.
+            in the first. False unless a transport says otherwise; one that does has an `abort` that does not wait.
     """
 
     rank: int
