@@ -76,10 +76,10 @@ class _TorchHandle(Handle):
     def __init__(self, transport: TorchTransport, parts: list[_Part]) -> None:
         self._transport = transport
         self._parts = parts
-        self._lost: tuple[int, ...] = ()
+        self._lost: tuple[int, ...] | None = None
 
     def wait(self) -> None:
-        if self._lost:
+        if self._lost is not None:
             raise TransportError(f"this batch has failed before (peers {self._lost})", self._lost)
         failures = _finish(self._parts, self._transport.timeout)
         self._parts.clear()
@@ -87,6 +87,11 @@ class _TorchHandle(Handle):
         if failures:
             self._lost = _peers(failures)
             raise self._transport._fail(failures)
+
+    def abandon(self) -> None:
+        """Let go of the group, which the traceback of an error may otherwise keep alive, and its sockets with it."""
+        self._lost = self._lost or ()
+        self._parts.clear()
 
 
 class TorchTransport(Transport):
@@ -174,6 +179,8 @@ class TorchTransport(Transport):
         self._leave()
 
     def _leave(self) -> None:
+        for handle in self._in_flight:
+            handle.abandon()
         self._in_flight.clear()
         self._closed = self._closed or "is closed"
         self._group = None  # with the last reference to a group its sockets and threads go
