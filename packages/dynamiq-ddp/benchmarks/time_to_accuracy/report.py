@@ -100,7 +100,8 @@ def write(runs: Iterable[Run], folder: Path) -> None:
     for task in results.tasks:
         folder.joinpath(f"{task}-loss.md").write_text(losses(results, task))
         folder.joinpath(f"{task}-time.md").write_text(times(results, task))
-        folder.joinpath(f"{task}-checked.md").write_text(checked(results, task))
+        if any(run.task == task for run in results.limited):
+            folder.joinpath(f"{task}-checked.md").write_text(checked(results, task))
     folder.joinpath("measured.md").write_text(measured(results))
     draw(results, folder / "loss-against-time.png")
 
