@@ -48,10 +48,11 @@ def test_every_number_of_workers_slot_and_chunk(subject, gradient, workers):
         subject.check_step(config, gradients, chunks=workers, step=2**32 - 1, bucket=2**20)
 
 
-def test_all_widths_in_one_message(subject, gradient):
+@pytest.mark.parametrize(("bits", "widths"), [(3.4, {0, 2, 3, 4, 5, 6, 7}), (4.5, {0, 3, 4, 5, 6, 7, 8})])
+def test_all_widths_in_one_message(bits, widths, subject, gradient):
     subject.skip_if_slow(70001)
-    plan = subject.check_step(CodecConfig(bits=4.0), [gradient(70001, seed) for seed in range(4)], chunks=4)
-    assert {0, 3, 4, 5, 6, 7, 8} <= set(plan.width.unique().tolist())
+    plan = subject.check_step(CodecConfig(bits=bits), [gradient(70001, seed) for seed in range(4)], chunks=4)
+    assert set(plan.width.unique().tolist()) == widths
 
 
 def test_more_chunks_than_super_groups(subject, gradient):
