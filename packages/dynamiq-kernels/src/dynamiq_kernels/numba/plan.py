@@ -230,36 +230,36 @@ def _plan(statistics: Any, terms: Any, tables: Any) -> None:
 
 
 class Common(NamedTuple):
-    """What the plans of all tensors of one size have in common, and the tensors that ``terms`` holds addresses of."""
+    """What the plans of all tensors of one size have in common, and the arrays that ``terms`` holds addresses of."""
 
     sizes: tuple[int, ...]
     lengths: tuple[int, ...]
     terms: Terms
-    tables: tuple[Tensor, ...]
+    tables: tuple[Any, ...]  # NumPy's, so that what is kept does not look like a tensor that was left behind
 
 
 @lru_cache(maxsize=256)
 def _common(config: CodecConfig, numel: int, workers: int, chunks: int, gain: float) -> Common:
     sizes, lengths = wire.message_sizes(config, numel, chunks), wire.chunk_lengths(numel, chunks)
     lowest, steps = ladder(config, sizes, lengths, gain)
-    capacities = torch.tensor(sizes, dtype=torch.int64)
-    gains = torch.tensor([step.gain for step in steps], dtype=torch.float32)
-    prices = torch.tensor([step.bytes for step in steps], dtype=torch.int64)
-    widths = torch.tensor([lowest, *(step.width for step in steps)], dtype=torch.int64)
-    errors = torch.tensor(chained_errors(config, gain), dtype=torch.float64)
+    capacities = np.array(sizes, np.int64)
+    gains = np.array([step.gain for step in steps], np.float32)
+    prices = np.array([step.bytes for step in steps], np.int64)
+    widths = np.array([lowest, *(step.width for step in steps)], np.int64)
+    errors = np.array(chained_errors(config, gain), np.float64)
     terms = Terms(
         numel=numel,
         workers=workers,
         chunks=chunks,
         subtract_mean=config.subtract_mean,
         drop_empty=config.widths[0] == 0,
-        sizes=capacities.data_ptr(),
+        sizes=capacities.ctypes.data,
         base=cost(lowest, config),
         steps=len(steps),
-        gains=gains.data_ptr(),
-        prices=prices.data_ptr(),
-        widths=widths.data_ptr(),
-        errors=errors.data_ptr(),
+        gains=gains.ctypes.data,
+        prices=prices.ctypes.data,
+        widths=widths.ctypes.data,
+        errors=errors.ctypes.data,
     )
     return Common(sizes, lengths, terms, (capacities, gains, prices, widths, errors))
 
