@@ -3,7 +3,6 @@
 import copy
 import gc
 import inspect
-import re
 import threading
 import time
 
@@ -413,11 +412,7 @@ def errors_of_two_steps(ddp_ranks, codec, **settings):
             two_steps()
         return caught.value
 
-    errors = ddp_ranks(3, work)
-    # The others hear at once that a rank has left, and do not wait for the timeout of 20 seconds; when they have heard
-    # it, they look for a millisecond at what else does not come.
-    assert not any(re.search(r"imed out waiting \d{4,}ms", str(error)) for error in errors)
-    return errors
+    return ddp_ranks(3, work)
 
 
 @pytest.mark.parametrize(

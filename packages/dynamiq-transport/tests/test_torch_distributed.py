@@ -194,6 +194,21 @@ def test_receives_go_ahead_with_gloo_and_not_without_it(gloo_threads: Threads) -
     assert not TorchTransport(_Group(1, 4), timeout=5.0).posts_ahead  # type: ignore[call-arg]
 
 
+def test_a_batch_lets_go_of_the_group_when_the_transport_is_aborted(gloo_threads: Threads) -> None:
+    """Whoever keeps the batch, as the traceback of an error does, would keep the sockets open, and peers waiting."""
+
+    def work(group: dist.ProcessGroup) -> list[object]:
+        transport = TorchTransport(group, timeout=60.0)
+        handle: Any = transport.exchange([], [(1 - transport.rank, torch.empty(8, dtype=torch.uint8))])
+        transport.abort()
+        with pytest.raises(TransportError, match="failed before"):
+            handle.wait()
+        kept: list[object] = handle._parts
+        return kept
+
+    assert gloo_threads(2, work) == [[], []]
+
+
 class _Counted:
     """Counts how often somebody waits for it."""
 
