@@ -79,10 +79,16 @@ def ranks() -> Callable[..., list[Any]]:
     return launch
 
 
-def gloo_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
-    """A Gloo group made by hand, of which this thread is a rank."""
-    group = dist.ProcessGroup(store, rank, size)
+def as_rank(function: Callable[[dist.ProcessGroup], Any], store: dist.Store, rank: int, size: int) -> Any:
+    """What ``function(group)`` returns in this thread, as a rank of a Gloo group made by hand."""
+    # Kept until the group is gone: its own end lets the interpreter go on. That of the group would not, while it waits
+    # for threads that may need the interpreter to drop a tensor.
     backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+    return function(_group(backend, store))
+
+
+def _group(backend: dist.ProcessGroupGloo, store: dist.Store) -> dist.ProcessGroup:
+    group = dist.ProcessGroup(store, backend.rank(), backend.size())
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
 
@@ -94,7 +100,7 @@ def ddp_ranks() -> Callable[..., list[Any]]:
     def launch(size: int, function: Callable[[dist.ProcessGroup], Any]) -> list[Any]:
         store = dist.HashStore()
         with ThreadPoolExecutor(max_workers=size) as pool:
-            futures = [pool.submit(lambda rank: function(gloo_group(store, rank, size)), rank) for rank in range(size)]
+            futures = [pool.submit(as_rank, function, store, rank, size) for rank in range(size)]
         return [future.result() for future in futures]
 
     return launch

@@ -19,10 +19,16 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of an interface, n
 torch.set_num_threads(1)
 
 
-def gloo_group(store: Store, rank: int, size: int) -> dist.ProcessGroup:
-    """A Gloo group made by hand, of which this thread is a rank."""
-    group = dist.ProcessGroup(store, rank, size)
+def as_rank(function: Callable[[dist.ProcessGroup], Any], store: Store, rank: int, size: int) -> Any:
+    """What ``function(group)`` returns in this thread, as a rank of a Gloo group made by hand."""
+    # Kept until the group is gone: its own end lets the interpreter go on. That of the group would not, while it waits
+    # for threads that may need the interpreter to drop a tensor.
     backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+    return function(_group(backend, store))
+
+
+def _group(backend: dist.ProcessGroupGloo, store: Store) -> dist.ProcessGroup:
+    group = dist.ProcessGroup(store, backend.rank(), backend.size())
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
 
@@ -31,7 +37,7 @@ def run_threads(size: int, function: Callable[[dist.ProcessGroup], Any]) -> list
     """Call ``function(group)`` on every rank of a new Gloo group, one thread each."""
     store = HashStore()
     with ThreadPoolExecutor(max_workers=size) as pool:
-        futures = [pool.submit(lambda rank: function(gloo_group(store, rank, size)), rank) for rank in range(size)]
+        futures = [pool.submit(as_rank, function, store, rank, size) for rank in range(size)]
     errors = [error for error in (future.exception() for future in futures) if error is not None]
     if errors:  # the cause rather than what it led to
         raise next((error for error in errors if not isinstance(error, TransportError)), errors[0])
