@@ -45,6 +45,12 @@ def run_threads(size: int, function: Callable[[dist.ProcessGroup], Any]) -> list
 
 
 @pytest.fixture
+def gloo_rank() -> Callable[..., Any]:
+    """``gloo_rank(function, store, rank, size)`` calls ``function(group)`` as one rank of a Gloo group."""
+    return as_rank
+
+
+@pytest.fixture
 def gloo_threads() -> Callable[..., list[Any]]:
     """``gloo_threads(size, function)`` calls ``function(group)`` on every rank of a new Gloo group."""
     return run_threads

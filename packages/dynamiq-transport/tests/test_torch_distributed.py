@@ -22,12 +22,12 @@ from dynamiq_transport import (
     TorchTransport,
     Transport,
     TransportError,
+    batch,
     butterfly,
     dedicated_group,
     direct,
     ring,
     run_local,
-    torch_distributed,
 )
 from dynamiq_transport.conformance import (
     all_to_all,
@@ -45,7 +45,7 @@ Threads = Callable[..., list[Any]]
 @pytest.mark.parametrize("size", [2, 4])
 def test_results_do_not_hang_on_tags(torch_threads: Threads, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """NCCL has no tags: with all of them equal, order alone must match several messages per peer and batch."""
-    monkeypatch.setattr(torch_distributed, "_TAGS", 1)
+    monkeypatch.setattr(batch, "TAGS", 1)
 
     def work(transport: Transport) -> None:
         for _ in range(3):

@@ -8,15 +8,13 @@ and matches by order alone; there a wrong size stays unseen, or stalls, and the 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any, Self
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from dynamiq_transport.batch import PROBE, Failure, Operation, Part, Wait, failure
+from dynamiq_transport.gloo import Waiter, gone, hang_up, has_gloo
 from dynamiq_transport.group import dedicated_group
 from dynamiq_transport.transport import (
     DEFAULT_TIMEOUT,
@@ -28,52 +26,11 @@ from dynamiq_transport.transport import (
     check_timeout,
 )
 
-_TAGS = 1 << 31  # tags are non-negative 32-bit integers
-_PROBE = 0.001  # seconds; zero would mean the group's own timeout
-
-_Failure = tuple[int, str]  # the peer, and what could not be done
-
-
-class _Operation(dist.P2POp):
-    """One message of a batch, addressed by its rank in the group.
-
-    The base class looks the peer up in torch's table of groups. A group made by hand, as for ranks that are threads or
-    for elastic training, is not in that table, and sending needs nothing but the rank inside the group.
-    """
-
-    def __init__(self, verb: Callable[..., Any], tensor: Tensor, group: dist.ProcessGroup, peer: int) -> None:
-        self.op = verb
-        self.tensor = tensor
-        self.group = group
-        self.peer = self.group_peer = peer
-        self.tag = tensor.numel() % _TAGS
-
-    def __new__(cls, *_: object) -> Self:
-        return object.__new__(cls)
-
-
-class _Part:
-    """What one ``Work`` stands for: one message, or the whole batch where the backend posts it as one call."""
-
-    def __init__(self, work: dist.Work, operations: list[dist.P2POp]) -> None:
-        self.work = work
-        self.operations = operations
-
-    @property
-    def sends(self) -> bool:
-        return all(operation.op is dist.isend for operation in self.operations)
-
-    def wait(self, seconds: float) -> None:
-        if self.operations[0].tensor.is_cuda:
-            self.work.wait()  # only orders the stream; a timeout would block the host
-        else:
-            self.work.wait(timedelta(seconds=seconds))
-
 
 class _TorchHandle(Handle):
     """Keeps the operations, and with them the buffers, until they are done."""
 
-    def __init__(self, transport: TorchTransport, parts: list[_Part]) -> None:
+    def __init__(self, transport: TorchTransport, parts: list[Part]) -> None:
         self._transport = transport
         self._parts = parts
         self._lost: tuple[int, ...] | None = None
@@ -81,7 +38,7 @@ class _TorchHandle(Handle):
     def wait(self) -> None:
         if self._lost is not None:
             raise TransportError(f"this batch has failed before (peers {self._lost})", self._lost)
-        failures = _finish(self._parts, self._transport.timeout)
+        failures = self._transport._finish(self._parts)
         self._parts.clear()
         self._transport._in_flight.discard(self)
         if failures:
@@ -89,7 +46,7 @@ class _TorchHandle(Handle):
             raise self._transport._fail(failures)
 
     def abandon(self) -> None:
-        """Let go of the group, which the traceback of an error may otherwise keep alive, and its sockets with it."""
+        """Let go of the group, which whoever keeps this batch would keep alive, as the traceback of an error does."""
         self._lost = self._lost or ()
         self._parts.clear()
 
@@ -101,9 +58,10 @@ class TorchTransport(Transport):
     are matched by order and the user's own collectives must not be caught in between; `TorchTransport.dedicated` makes
     one. Ranks are those of the group, whatever their global ranks. A group that is given stays the caller's to destroy.
 
-    On CPU a failure is raised by ``wait`` within ``timeout``. With NCCL a wait only orders the stream; a dead peer
-    shows in NCCL's watchdog after the group's own timeout, as for any other collective. The first batch on CUDA also
-    makes every rank of the group meet once, because NCCL connects a group in its first call and all must make it.
+    On CPU a failure is raised by ``wait`` within ``timeout``, and with Gloo within some seconds if the peer's process
+    has ended or the peer has left. With NCCL a wait only orders the stream; a dead peer shows in NCCL's watchdog after
+    the group's own timeout, as for any other collective. The first batch on CUDA also makes every rank of the group
+    meet once, because NCCL connects a group in its first call and all must make it.
 
     Args:
         process_group: the group, registered with torch or made by hand; the default group when None.
@@ -119,7 +77,8 @@ class TorchTransport(Transport):
         self._owned = False
         self.rank = self._group.rank()
         self.size = self._group.size()
-        self.posts_ahead = _has_gloo(self._group)
+        self.posts_ahead = has_gloo(self._group)
+        self._waiter = Waiter() if self.posts_ahead else None
         self.timeout = check_timeout(timeout)
         self._in_flight: set[_TorchHandle] = set()
         self._joined: set[torch.device] = set()
@@ -153,13 +112,13 @@ class TorchTransport(Transport):
         messages = [(dist.irecv, *message) for message in recvs] + [(dist.isend, *message) for message in sends]
         # Not every backend carries empty messages; both sides know the sizes, so both leave them out.
         operations: list[dist.P2POp] = [
-            _Operation(verb, tensor, self._group, peer) for verb, peer, tensor in messages if tensor.numel()
+            Operation(verb, tensor, self._group, peer) for verb, peer, tensor in messages if tensor.numel()
         ]
         works = self._post(operations)
         if len(works) == len(operations):
-            parts = [_Part(work, [operation]) for work, operation in zip(works, operations, strict=True)]
+            parts = [Part(work, [operation]) for work, operation in zip(works, operations, strict=True)]
         else:
-            parts = [_Part(work, operations) for work in works]
+            parts = [Part(work, operations) for work in works]
         handle = _TorchHandle(self, parts)
         self._in_flight.add(handle)
         return handle
@@ -175,6 +134,8 @@ class TorchTransport(Transport):
     def abort(self) -> None:
         """Leave without finishing anything; peers notice when the group ends or their timeout has passed."""
         if self._owned and self._group is not None:
+            if self._waiter is not None:
+                hang_up(self._group)
             self._group.abort()
         self._leave()
 
@@ -182,6 +143,8 @@ class TorchTransport(Transport):
         for handle in self._in_flight:
             handle.abandon()
         self._in_flight.clear()
+        if self._waiter is not None:
+            self._waiter.stop()
         self._closed = self._closed or "is closed"
         self._group = None  # with the last reference to a group its sockets and threads go
 
@@ -209,13 +172,23 @@ class TorchTransport(Transport):
             self._joined.add(device)
             group.allreduce([torch.zeros(1, device=device)]).wait()
 
-    def _fail(self, failures: list[_Failure]) -> TransportError:
+    def _finish(self, parts: list[Part]) -> list[Failure]:
+        """Wait for everything and say what failed."""
+        wait = Wait(parts, self.timeout)
+        if self._waiter is not None and parts and not parts[0].on_cuda:
+            return self._waiter.wait(wait)
+        wait.run()
+        return wait.failures
+
+    def _fail(self, failures: list[Failure]) -> TransportError:
         """Give up for good: the ranks have lost their common place in the order of messages.
 
         Sends of other batches that have not gone out are named too. Receives are not: they may be posted ahead.
         """
         sends = [part for handle in self._in_flight for part in handle._parts if part.sends]
-        failures = failures + _finish(sends, _PROBE)
+        wait = Wait(sends, PROBE)
+        wait.run()
+        failures = failures + wait.failures
         peers = _peers(failures)
         self.abort()
         self._closed = f"has failed before (peers {peers})"
@@ -242,42 +215,11 @@ def _member(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def _has_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether messages on CPU go by Gloo, where each is an operation of its own."""
-    cpu = torch.device("cpu")
-    return cpu in group._device_types and group._get_backend(cpu).name().lower() == "gloo"
-
-
-def _finish(parts: list[_Part], timeout: float) -> list[_Failure]:
-    """Wait for everything and say what failed; no reference to the group remains in what is returned."""
-    deadline = time.monotonic() + timeout
-    failures: list[_Failure] = []
-    for part in parts:
-        try:
-            # After a failure only look at the rest, to name every peer that is not there.
-            part.wait(_PROBE if failures else max(_PROBE, deadline - time.monotonic()))
-        except RuntimeError as error:
-            failures += (_failure(operation, error) for operation in part.operations)
-    return failures
-
-
-def _unreachable(operations: list[dist.P2POp], error: RuntimeError) -> list[_Failure]:
+def _unreachable(operations: list[dist.P2POp], error: RuntimeError) -> list[Failure]:
     """Those whose peer takes no other message either: a batch that fails to start does not say which part did."""
-    lost = []
-    for operation in operations:
-        try:
-            if not operation.tensor.is_cuda:
-                empty = torch.empty(0, dtype=torch.uint8)
-                dist.isend(empty, group=operation.group, group_dst=operation.group_peer)
-        except RuntimeError:
-            lost.append(operation)
-    return [_failure(operation, error) for operation in lost or operations]
+    lost = [operation for operation in operations if not operation.tensor.is_cuda and gone(operation)]
+    return [failure(operation, error) for operation in lost or operations]
 
 
-def _failure(operation: dist.P2POp, error: RuntimeError) -> _Failure:
-    verb = "send to" if operation.op is dist.isend else "receive from"
-    return operation.group_peer, f"{verb} rank {operation.group_peer} {operation.tensor.numel()} bytes: {error}"
-
-
-def _peers(failures: list[_Failure]) -> tuple[int, ...]:
-    return tuple(sorted({peer for peer, _ in failures}))
+def _peers(failures: list[Failure]) -> tuple[int, ...]:
+    return tuple(sorted({failure.peer for failure in failures}))

@@ -1,0 +1,108 @@
+"""What Gloo leaves undone when a peer goes away, and how it is made up for.
+
+Gloo tells an operation that its peer is gone only if nothing of the message has moved. One whose bytes are on their
+way, or wait to be written to the socket, is forgotten (``Pair::signalException`` in Gloo's ``tcp/pair.cc`` walks the
+pending operations, not those under way) and ends by its timeout. Nothing but that timeout can end the wait, and a wait
+that times out closes all connections of the group. So somebody else waits, and the one who needs the outcome looks
+after the peer meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+from dynamiq_transport.batch import PROBE, TAGS, Failure, Part, Wait, failure
+
+LOOK = 1.0
+"""Seconds between two looks at a peer that keeps this rank waiting."""
+
+
+def has_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether messages on CPU go by Gloo, where each is an operation of its own."""
+    cpu = torch.device("cpu")
+    return cpu in group._device_types and group._get_backend(cpu).name().lower() == "gloo"
+
+
+def gone(operation: dist.P2POp) -> RuntimeError | None:
+    """The error if the connection to an operation's peer is known to be closed.
+
+    A connection that stands carries 40 bytes more, which nobody waits for.
+    """
+    try:
+        empty = torch.empty(0, dtype=torch.uint8)
+        dist.isend(empty, group=operation.group, group_dst=operation.group_peer, tag=TAGS)
+    except RuntimeError as error:
+        return error.with_traceback(None)
+    return None
+
+
+def hang_up(group: dist.ProcessGroup) -> None:
+    """Close the connections of a group, whoever still holds it, so that the peers hear of it at once."""
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):  # either it is closed, or it is closed by this wait, with all others
+                never = group.recv([torch.empty(1, dtype=torch.uint8)], peer, TAGS + 1)
+                never.wait(timedelta(seconds=PROBE))
+
+
+class Waiter:
+    """A thread that waits for operations of one group.
+
+    It stays behind where it waits for a peer that is gone; the operation's timeout ends it.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.stop = weakref.finalize(self, self._queue.put, None)
+        """End the thread after what it is doing; may be repeated."""
+
+    def wait(self, wait: Wait) -> list[Failure]:
+        """Let the thread wait, and return what failed as soon as it is known."""
+        if self._thread is None:
+            # A daemon, so that a message that never arrives cannot keep the process from ending.
+            self._thread = threading.Thread(target=_serve, args=(self._queue,), name="dynamiq waiter", daemon=True)
+            self._thread.start()
+        ended = threading.Lock()
+        ended.acquire()
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                wait.run()
+            except BaseException as error:  # belongs to whoever waits for this thread
+                errors.append(error)
+            finally:
+                ended.release()
+
+        self._queue.put(run)
+        suspect: Part | None = None
+        while not ended.acquire(timeout=LOOK):
+            part = wait.parts[wait.at]
+            failures = _missing(part)
+            # Twice, as all of the message may have come, and the thread not have been told yet.
+            if failures and part is suspect:
+                return failures + [each for other in wait.parts[wait.at + 1 :] for each in _missing(other)]
+            suspect = part if failures else None
+        if errors:
+            raise errors[0]
+        return wait.failures
+
+
+def _missing(part: Part) -> list[Failure]:
+    errors = [(operation, gone(operation)) for operation in part.operations]
+    return [failure(operation, error) for operation, error in errors if error is not None]
+
+
+def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (action := queue.get()) is not None:
+        action()
+        del action  # nothing is kept alive while waiting
