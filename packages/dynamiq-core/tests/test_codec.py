@@ -140,12 +140,12 @@ def test_any_magnitude(magnitude: float, codec: DynamiQ, ring, normal) -> None:
 
 
 def test_one_outlier_harms_only_its_own_super_group(codec: DynamiQ, ring, normal) -> None:
-    gradients = list(normal(0, 3, 6000))
+    gradients = list(normal(0, 3, 24_000))
     gradients[1][1300] = 1e6
     reduced, exact = ring(gradients, codec), exact_mean(gradients)
     assert vnmse(reduced.mean, exact) < 1e-3
-    others = torch.arange(6000) // 256 != 1300 // 256
-    assert vnmse(reduced.mean[others], exact[others]) < 0.3  # the budget of the others is what it was
+    others = torch.arange(24_000) // 256 != 1300 // 256
+    assert vnmse(reduced.mean[others], exact[others]) < 0.1  # the budget of the others is what it was
 
 
 def test_differing_ranks(codec: DynamiQ, all_reduce, normal) -> None:

@@ -135,12 +135,11 @@ def test_a_partly_filled_super_group_has_the_energy_of_what_it_holds() -> None:
 @pytest.mark.parametrize(
     ("config", "workers", "narrowest"),
     [
-        (CodecConfig(), 1, 2),
-        (CodecConfig(), 2, 3),  # 2 bits would lose a third of the energy
-        (CodecConfig(), 8, 3),
-        (CodecConfig(), 16, 4),  # 3 bits would lose a third
-        (CodecConfig(), 64, 4),  # a third as well, but 5 bits for everybody do not fit
-        (CodecConfig(bits=7), 4, 3),
+        (CodecConfig(), 1, 3),  # 2 bits would lose a fifth of the energy
+        (CodecConfig(), 2, 3),
+        (CodecConfig(), 4, 4),  # 3 bits would lose a tenth
+        (CodecConfig(), 64, 4),  # a third, but 5 bits for everybody do not fit
+        (CodecConfig(bits=7), 4, 4),
         (CodecConfig(bits=7), 64, 5),
         (CodecConfig(bits=4), 4, 3),
         (CodecConfig(bits=3), 4, 2),

@@ -11,7 +11,7 @@ from torch import nn
 from dynamiq_core.baselines import BF16
 from dynamiq_ddp import DynamiQState, all_reduce, dynamiq_hook
 from dynamiq_ddp.frames import HEADER
-from dynamiq_transport import Handle, LocalTransport, TorchTransport, Transport, torch_distributed
+from dynamiq_transport import Handle, LocalTransport, TorchTransport, Transport, batch
 
 BATCHES = {"ring": 2 * 3, "butterfly": 2 * 2, "direct": 2, "hierarchical:2": 2 + 2}
 """Of an all-reduce on four ranks without statistics."""
@@ -204,6 +204,6 @@ def test_lanes_post_their_batches_in_one_order_on_all_ranks(schedule, ddp_ranks)
 def test_gradients_do_not_hang_on_tags(schedule, ddp_ranks, monkeypatch):
     """NCCL has none: with equal ones, several buckets and messages are told apart by their order alone."""
     expected = ddp_ranks(4, lambda group: train(group, schedule))[0][0]
-    monkeypatch.setattr(torch_distributed, "_TAGS", 1)
+    monkeypatch.setattr(batch, "TAGS", 1)
     for gradients, _ in ddp_ranks(4, lambda group: train(group, schedule)):
         assert torch.equal(gradients, expected)

@@ -127,7 +127,7 @@ def normalised_errors(config: CodecConfig) -> tuple[float, ...]:
     return (1.0, *table)
 
 
-HARMLESS = 1 / 4
+HARMLESS = 1 / 16
 """Error of a super-group, relative to its energy, that a narrower width should not exceed if bytes allow."""
 
 

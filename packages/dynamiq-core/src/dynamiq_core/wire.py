@@ -1,4 +1,4 @@
-"""The wire format, version 3: what a message of one chunk looks like, and how long it is.
+"""The wire format, version 4: what a message of one chunk looks like, and how long it is.
 
 A message is two sections and a zero tail:
 
@@ -21,7 +21,7 @@ from dynamiq_core.config import SUPER_GROUP, CodecConfig
 from dynamiq_core.errors import InputError
 from dynamiq_core.statistics import BYTES, super_groups
 
-VERSION = 3
+VERSION = 4
 
 OVERHEAD = 48
 """Bytes of the budget of every chunk left to whoever carries it: a header for each phase, and agreement."""

@@ -54,13 +54,13 @@ SCOPES = {
         checked=("fp32", "dynamiq:5"),
     ),
     "minilm": Scope(
-        methods=tuple(name for name in NAMES if not name.startswith("thc")),  # 60 ns a coordinate are too much here
-        rates=("100mbit", "200mbit"),
+        methods=NAMES,
+        rates=("100mbit", "200mbit", "1000mbit"),
         steps=40,
         only=5,
-        seeds=(0,),
-        several=("fp32", "bf16", "dynamiq:5"),
-        butterfly=("dynamiq:5",),
+        seeds=(0, 1, 2),
+        several=("fp32", "bf16", "mxfp8", "dynamiq:5", "dynamiq:4"),
+        butterfly=("bf16", "dynamiq:5"),
         checked=(),
     ),
 }
