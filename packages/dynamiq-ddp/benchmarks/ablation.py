@@ -5,7 +5,8 @@
 
 A row is the default codec with one thing changed, or the published one with one of our changes. Where a change
 alters what a message costs, the full codec is given the same bits for the comparison; the factor is the change's vNMSE
-divided by that of the full codec. Two rows emulate what the codec cannot be told:
+divided by that of the full codec. `codec_tables.py` makes a table of what ``--out`` keeps. Two rows emulate what the
+codec cannot be told:
 
 * one scale for a super-group: the groups' codes are written as "the same", and their quarter of a bit is not counted;
 * one bfloat16 scale for a group of 16 costs 1 bit instead of 0.3125, which leaves the codes as much less. The row is
@@ -23,6 +24,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+from time_to_accuracy.records import append, commit, now
 from torch import Tensor
 
 from dynamiq_core import CodecConfig, DynamiQ, reference
@@ -112,7 +114,7 @@ def measure(change: Change, gradients: Tensor, *, schedule: str, repeats: int, t
 
 
 def main() -> None:
-    """Measure, print a table for each number of ranks, and with ``--json`` the rows as a last line."""
+    """Measure, print a table for each number of ranks, with ``--json`` the rows, and with ``--out`` keep them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+", help="captured gradients")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
@@ -122,10 +124,12 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only the first so many coordinates")
     parser.add_argument("--no-time", dest="timed", action="store_false")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="file to which every row is added as a line of JSON")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
     gradients = load_gradients(options.files, limit=options.limit)
+    at = commit()
     measured: dict[tuple[CodecConfig, int], float] = {}
     found = []
     for ranks in options.ranks:
@@ -137,7 +141,9 @@ def main() -> None:
             if (change.full, ranks) not in measured:
                 same = Change("", change.full, change.full)
                 full = row if change.config == change.full and not change.flat else None
-                full = full or measure(same, gradients[:ranks], schedule=options.schedule, repeats=2, timed=False)
+                full = full or measure(
+                    same, gradients[:ranks], schedule=options.schedule, repeats=options.repeats, timed=False
+                )
                 measured[change.full, ranks] = full.vnmse
             factor = row.vnmse / measured[change.full, ranks]
             time = "" if row.nanoseconds is None else f"{row.nanoseconds:.2f}"
@@ -152,6 +158,17 @@ def main() -> None:
                 )
             )
             found.append({**row._asdict(), "factor": factor})
+            if options.out is not None:
+                kept = {
+                    "gradients": " ".join(path.stem for path in options.files),
+                    **found[-1],
+                    "budget": options.bits,
+                    "limit": options.limit,
+                    "repeats": options.repeats,
+                    "date": now(),
+                    "commit": at,
+                }
+                append(options.out, kept)
         title = f"{ranks} ranks, {options.schedule}, {gradients.shape[1]:,} coordinates"
         print(table(title, ("change", "bits", "vNMSE", "bias", "times full", "ns/coord."), cells))
     if options.json:

@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +41,7 @@ import torch
 import torch.distributed as dist
 from capture import capture
 from methods import NAMES, methods
+from records import append, commit
 from tasks import TASKS
 from training import Plan, Run, train
 
@@ -51,18 +51,6 @@ from dynamiq_core import ConfigError, DynamiQError
 def read(path: Path) -> list[Run]:
     """The runs of a file."""
     return [Run(**json.loads(line)) for line in path.read_text().splitlines()]
-
-
-def commit() -> str:
-    """Of this checkout, with a plus if files differ from it."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return described.stdout.strip() or "unknown"
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -98,8 +86,7 @@ def measure(options: argparse.Namespace) -> None:
         for plan in plans:
             run = train(plan, tasks[plan.seed], at)
             if dist.get_rank() == 0:
-                with options.out.open("a") as file:
-                    file.write(json.dumps(run._asdict()) + "\n")
+                append(options.out, run._asdict())
                 loss = "" if run.validation_loss is None else f", validation {run.validation_loss:.4f}"
                 print(f"{plan.method}, seed {plan.seed}: {sum(run.seconds):.1f} s{loss}", file=sys.stderr, flush=True)
     finally:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import records
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from methods import PLAIN_STEPS, Method
+from records import markdown
 from training import Run
 
 from dynamiq_core import ConfigError
@@ -108,22 +110,7 @@ def write(runs: Iterable[Run], folder: Path) -> None:
 
 def measured(results: Results) -> str:
     """When, and with which code."""
-    runs = sorted(results.used, key=lambda run: run.date)
-    days = dict.fromkeys(run.date.split()[0] for run in runs)
-    commits = dict.fromkeys(run.commit for run in runs)
-    return f"Measured on {enumerated(days)} at commit{'s' * (len(commits) > 1)} {enumerated(commits)}.\n"
-
-
-def enumerated(words: Iterable[str]) -> str:
-    """As a sentence has them: a, b and c."""
-    *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return records.measured((run.date, run.commit) for run in results.used)
 
 
 def spread(values: Sequence[float], form: Callable[[float], str]) -> str:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from methods import Installed, Method
+from records import now
 from tasks import Batch, Task
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -134,7 +135,7 @@ def train(plan: Plan, task: Task, commit: str) -> Run:
         bits_per_coordinate=None if stats is None else stats.bits_per_coordinate,
         codec_seconds=None if stats is None else stats.seconds_codec / stats.steps,
         bytes_per_step=traffic,
-        date=time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+        date=now(),
         commit=commit,
     )
     installed.close()
