@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,3 +201,90 @@ def test_the_waiting_thread_ends_with_the_transport(gloo_threads: Threads) -> No
     for thread in waiters() - before:
         thread.join(50.0)
         assert not thread.is_alive()
+
+
+TWO_RANKS = """
+import atexit, os, sys, threading, time
+ends = []
+atexit.register(lambda: [end() for end in ends])  # before all others, so that it is called after them
+sys.path.insert(0, os.environ["TESTS"])
+import torch.distributed as dist
+from conftest import as_rank
+from dynamiq_transport import TorchTransport, TransportError, gloo
+from dynamiq_transport.conformance import blank
+
+store, transports = dist.HashStore(), {}
+
+def work(group):
+    transports[group.rank()] = TorchTransport.dedicated(group, timeout=20.0)
+
+threads = [threading.Thread(target=as_rank, args=(work, store, rank, 2)) for rank in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+handle = transports[0].exchange([], [(1, blank(9, "cpu"))])
+"""
+
+INTERRUPTED = """
+import signal
+import subprocess
+import sys
+def interrupt(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, interrupt)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+try:
+    handle.wait()
+except KeyboardInterrupt:
+    pass
+
+class Last:
+    def __del__(self, hang_up=gloo.hang_up, group=transports[1]._group, sleep=time.sleep):
+        hang_up(group)
+        sleep(0.5)
+
+sys.last = Last()  # goes when the interpreter is ending
+"""
+
+CLOSED_AT_THE_END = """
+def end():
+    try:
+        transports[0].timeout = 0.2
+        transports[0].close()
+    except TransportError as error:
+        print(error.peers)
+
+ends.append(end)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that interrupts the main thread")
+@pytest.mark.parametrize(("end", "printed"), [(INTERRUPTED, ""), (CLOSED_AT_THE_END, "(1,)\n")])
+def test_an_interpreter_that_ends_while_a_message_is_awaited(end: str, printed: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", TWO_RANKS + end],
+        env=os.environ | {"TESTS": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (ended.returncode, ended.stdout) == (0, printed), ended.stderr
+
+
+def test_a_wait_fails_when_another_thread_aborts(gloo_threads: Threads) -> None:
+    posted = threading.Barrier(2)
+
+    def work(group: dist.ProcessGroup) -> BaseException | None:
+        transport = TorchTransport.dedicated(group, timeout=50.0)
+        handle = transport.exchange([], [(1 - transport.rank, blank(9, "cpu"))])
+        timer = threading.Timer(0.2, transport.abort)
+        timer.start()
+        posted.wait(50.0)
+        try:
+            handle.wait()
+        except BaseException as error:
+            return error
+        finally:
+            timer.join()
+        return None
+
+    assert [type(error) for error in gloo_threads(2, work)] == [TransportError] * 2

@@ -10,6 +10,7 @@ after the peer meanwhile.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +24,8 @@ from dynamiq_transport.batch import PROBE, TAGS, Failure, Part, Wait, failure
 
 LOOK = 1.0
 """Seconds between two looks at a peer that keeps this rank waiting."""
+
+_under_way: set[Wait] = set()
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:
@@ -64,6 +67,7 @@ class Waiter:
         self._thread: threading.Thread | None = None
         self.stop = weakref.finalize(self, self._queue.put, None)
         """End the thread after what it is doing; may be repeated."""
+        self.stop.atexit = False  # whatever else is done at the end of the interpreter may still wait
 
     def wait(self, wait: Wait) -> list[Failure]:
         """Let the thread wait, and return what failed as soon as it is known."""
@@ -81,16 +85,21 @@ class Waiter:
             except BaseException as error:  # belongs to whoever waits for this thread
                 errors.append(error)
             finally:
+                _under_way.discard(wait)
                 ended.release()
 
+        _under_way.add(wait)
         self._queue.put(run)
         suspect: Part | None = None
         while not ended.acquire(timeout=LOOK):
-            part = wait.parts[wait.at]
+            left = wait.parts[wait.at :]
+            if not left:  # let go of meanwhile
+                return []
+            part = left[0]
             failures = _missing(part)
             # Twice, as all of the message may have come, and the thread not have been told yet.
             if failures and part is suspect:
-                return failures + [each for other in wait.parts[wait.at + 1 :] for each in _missing(other)]
+                return failures + [each for other in left[1:] for each in _missing(other)]
             suspect = part if failures else None
         if errors:
             raise errors[0]
@@ -106,3 +115,18 @@ def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while (action := queue.get()) is not None:
         action()
         del action  # nothing is kept alive while waiting
+
+
+def _end() -> None:
+    """End the waits that closing the connections can end, such as one that was interrupted.
+
+    A thread that comes back from C++ to an interpreter that is ending takes the process down with it.
+    """
+    for part in [part for wait in tuple(_under_way) for part in wait.parts[wait.at : wait.at + 1]]:
+        hang_up(part.operations[0].group)
+    deadline = time.monotonic() + LOOK
+    while _under_way and time.monotonic() < deadline:
+        time.sleep(PROBE)
+
+
+weakref.finalize(Waiter, _end)  # at the end of the interpreter, after all finalizers that are made later

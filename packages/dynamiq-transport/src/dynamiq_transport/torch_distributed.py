@@ -36,14 +36,18 @@ class _TorchHandle(Handle):
         self._lost: tuple[int, ...] | None = None
 
     def wait(self) -> None:
-        if self._lost is not None:
-            raise TransportError(f"this batch has failed before (peers {self._lost})", self._lost)
+        self._check()
         failures = self._transport._finish(self._parts)
+        self._check()  # another thread may have aborted the transport meanwhile
         self._parts.clear()
         self._transport._in_flight.discard(self)
         if failures:
             self._lost = _peers(failures)
             raise self._transport._fail(failures)
+
+    def _check(self) -> None:
+        if self._lost is not None:
+            raise TransportError(f"this batch has failed before (peers {self._lost})", self._lost)
 
     def abandon(self) -> None:
         """Let go of the group, which whoever keeps this batch would keep alive, as the traceback of an error does."""
@@ -133,10 +137,11 @@ class TorchTransport(Transport):
 
     def abort(self) -> None:
         """Leave without finishing anything; peers notice when the group ends or their timeout has passed."""
-        if self._owned and self._group is not None:
+        group = self._group  # another thread that waits may fail, and leave, meanwhile
+        if self._owned and group is not None:
             if self._waiter is not None:
-                hang_up(self._group)
-            self._group.abort()
+                hang_up(group)
+            group.abort()
         self._leave()
 
     def _leave(self) -> None:
