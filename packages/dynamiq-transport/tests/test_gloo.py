@@ -109,6 +109,32 @@ def test_a_peer_that_has_done_its_part_may_leave(gloo_threads: Threads) -> None:
     gloo_threads(3, work)
 
 
+@pytest.mark.usefixtures("look_often")
+def test_nobody_looks_while_a_message_comes_in(gloo_threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look would reach a peer that has sent the rest and closed, and make its system drop what is not delivered."""
+    looks: list[int] = []
+    monkeypatch.setattr(gloo, "gone", lambda operation: looks.append(operation.group_peer))
+    landing = torch.zeros(9, dtype=torch.uint8)
+
+    def work(group: dist.ProcessGroup) -> list[int]:
+        with TorchTransport.dedicated(group, timeout=50.0) as transport:
+            peer = 1 - transport.rank
+            if transport.rank == 0:
+                transport.exchange([], [(peer, landing)]).wait()
+                return looks.copy()
+            for number in range(40):  # what it looks like at a rank to which a message comes slowly
+                landing.fill_(number)
+                time.sleep(0.02)
+            before = looks.copy()
+            time.sleep(0.5)
+            transport.exchange([(peer, blank(9, "cpu"))], []).wait()
+            return before
+
+    seen, before = gloo_threads(2, work)
+    assert before == []
+    assert len(seen) >= 2
+
+
 def test_a_rank_that_aborts_is_missed_whoever_keeps_its_group(gloo_threads: Threads) -> None:
     """As the traceback of an error keeps what was alive when it was raised."""
     posted = threading.Barrier(2)
@@ -226,8 +252,6 @@ handle = transports[0].exchange([], [(1, blank(9, "cpu"))])
 
 INTERRUPTED = """
 import signal
-import subprocess
-import sys
 def interrupt(*_):
     raise KeyboardInterrupt
 signal.signal(signal.SIGALRM, interrupt)
