@@ -63,6 +63,7 @@ def torch_threads() -> Callable[..., list[Any]]:
     def launch(size: int, function: Callable[[Transport], Any], *, timeout: float = 60.0) -> list[Any]:
         def work(group: dist.ProcessGroup) -> Any:
             with TorchTransport.dedicated(group, timeout=60.0) as transport:
+                group.barrier().wait()  # nobody leaves, as some tests do, while others are still connecting
                 transport.timeout = timeout  # of waits; making the group may take longer than a test wants to wait
                 return function(transport)
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dynamiq_transport import TorchTransport, TransportError, dedicated_group, gloo
-from dynamiq_transport.batch import Operation
+from dynamiq_transport.batch import Operation, Part
 from dynamiq_transport.conformance import all_to_all, blank
 
 Threads = Callable[..., list[Any]]
@@ -41,7 +41,7 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("look_often")
 @pytest.mark.parametrize("sends", [True, False], ids=["sending", "receiving"])
 def test_a_peer_that_leaves_in_the_middle_of_a_message_is_noticed(gloo_threads: Threads, sends: bool) -> None:
-    landing = torch.zeros(LONG, dtype=torch.uint8)
+    landing = torch.empty(LONG, dtype=torch.uint8)
 
     def work(group: dist.ProcessGroup) -> TransportError | None:
         transport = TorchTransport.dedicated(group, timeout=50.0)
@@ -55,11 +55,17 @@ def test_a_peer_that_leaves_in_the_middle_of_a_message_is_noticed(gloo_threads: 
                 time.sleep(0)
             transport.abort()
             return None
-        with pytest.raises(TransportError) as caught:
+        try:
             handle.wait()
-        return caught.value
+        except TransportError as error:
+            return error
+        return None  # all of it came before the other rank got to leave
 
-    error, _ = gloo_threads(2, work)
+    for _ in range(20):
+        landing.zero_()
+        if (error := gloo_threads(2, work)[0]) is not None:
+            break
+    assert error is not None
     assert error.peers == (1,)
     assert not by_timeout(error)
 
@@ -78,14 +84,13 @@ def test_a_slow_peer_is_not_taken_for_one_that_is_gone(gloo_threads: Threads, mo
     def work(group: dist.ProcessGroup) -> bytes:
         with TorchTransport.dedicated(group, timeout=50.0) as transport:
             peer, landing = 1 - transport.rank, blank(LONG, "cpu")
-            if transport.rank == 1:
-                time.sleep(0.5)
+            while transport.rank == 1 and looks.count(1) < 3:
+                time.sleep(0.01)
             transport.exchange([(peer, torch.full((LONG,), 7 + peer, dtype=torch.uint8))], [(peer, landing)]).wait()
             all_to_all(transport, "cpu")  # what was posted to look is in nobody's way
             return bytes(landing[:: LONG - 1])
 
     assert gloo_threads(2, work) == [bytes([7, 7]), bytes([8, 8])]
-    assert looks.count(1) >= 3
 
 
 @pytest.mark.usefixtures("look_often")
@@ -112,27 +117,35 @@ def test_a_peer_that_has_done_its_part_may_leave(gloo_threads: Threads) -> None:
 @pytest.mark.usefixtures("look_often")
 def test_nobody_looks_while_a_message_comes_in(gloo_threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look would reach a peer that has sent the rest and closed, and make its system drop what is not delivered."""
-    looks: list[int] = []
-    monkeypatch.setattr(gloo, "gone", lambda operation: looks.append(operation.group_peer))
+    samples, looks = 0, []  # at how many samples
     landing = torch.zeros(9, dtype=torch.uint8)
+    sample = gloo._sample
 
-    def work(group: dist.ProcessGroup) -> list[int]:
+    def coming_in(part: Part) -> list[torch.Tensor]:
+        nonlocal samples
+        if taken := sample(part):
+            samples += 1
+            landing.fill_(min(samples, 8))  # moves seven times after the first sample
+        return taken
+
+    def look(operation: dist.P2POp) -> None:
+        if operation.group_peer == 1:
+            looks.append(samples)
+
+    monkeypatch.setattr(gloo, "_sample", coming_in)
+    monkeypatch.setattr(gloo, "gone", look)
+
+    def work(group: dist.ProcessGroup) -> None:
         with TorchTransport.dedicated(group, timeout=50.0) as transport:
-            peer = 1 - transport.rank
             if transport.rank == 0:
-                transport.exchange([], [(peer, landing)]).wait()
-                return looks.copy()
-            for number in range(40):  # what it looks like at a rank to which a message comes slowly
-                landing.fill_(number)
-                time.sleep(0.02)
-            before = looks.copy()
-            time.sleep(0.5)
-            transport.exchange([(peer, blank(9, "cpu"))], []).wait()
-            return before
+                transport.exchange([], [(1, landing)]).wait()
+                return
+            while len(looks) < 2:
+                time.sleep(0.01)
+            transport.exchange([(0, blank(9, "cpu"))], []).wait()
 
-    seen, before = gloo_threads(2, work)
-    assert before == []
-    assert len(seen) >= 2
+    gloo_threads(2, work)
+    assert looks[:2] == [10, 11]  # the ninth sample was the first of what did not move any more
 
 
 def test_a_rank_that_aborts_is_missed_whoever_keeps_its_group(gloo_threads: Threads) -> None:
@@ -282,8 +295,8 @@ ends.append(end)
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that interrupts the main thread")
-@pytest.mark.parametrize(("end", "printed"), [(INTERRUPTED, ""), (CLOSED_AT_THE_END, "(1,)\n")])
-def test_an_interpreter_that_ends_while_a_message_is_awaited(end: str, printed: str) -> None:
+@pytest.mark.parametrize(("end", "printed"), [(INTERRUPTED, []), (CLOSED_AT_THE_END, ["(1,)"])])
+def test_an_interpreter_that_ends_while_a_message_is_awaited(end: str, printed: list[str]) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", TWO_RANKS + end],
         env=os.environ | {"TESTS": str(Path(__file__).parent)},
@@ -291,7 +304,8 @@ def test_an_interpreter_that_ends_while_a_message_is_awaited(end: str, printed: 
         text=True,
         timeout=100,
     )
-    assert (ended.returncode, ended.stdout) == (0, printed), ended.stderr
+    ours = [line for line in ended.stdout.splitlines() if not line.startswith("[Gloo]")]  # as torch 2.10 prints
+    assert (ended.returncode, ours) == (0, printed), ended.stderr
 
 
 def test_a_wait_fails_when_another_thread_aborts(gloo_threads: Threads) -> None:

@@ -268,21 +268,28 @@ def _nccl_rank(rank: int, size: int, port: int) -> None:
 @pytest.mark.parametrize("moment", ["wait", "post"])
 def test_only_the_lost_peer_is_named(gloo_threads: Threads, moment: str) -> None:
     """Rank 2 leaves; a batch with three peers must not blame the others."""
-    ready = threading.Barrier(3)
+    posted, looked = threading.Barrier(4), threading.Barrier(3)
 
     def work(parent: dist.ProcessGroup) -> tuple[int, ...]:
         group = dedicated_group(parent, timeout=60.0)
         all_to_all(TorchTransport(group, timeout=60.0), "cpu")
-        if parent.rank() == 2:
-            return (2,)
-        if moment == "post":  # once a message has failed, a batch with that peer fails before it starts
-            with pytest.raises(TransportError):
-                TorchTransport(group, timeout=60.0).exchange([], [(2, blank(100, "cpu"))]).wait()
         others = [peer for peer in range(4) if peer != parent.rank()]
         batch = [[(peer, blank(100, "cpu")) for peer in others] for _ in range(2)]
-        with pytest.raises(TransportError) as caught:
-            TorchTransport(group, timeout=60.0).exchange(*batch).wait()
-        ready.wait(60.0)  # nobody else leaves before all have looked
+        if parent.rank() == 2:
+            if moment == "wait":
+                posted.wait(60.0)
+            return (2,)
+        if moment == "wait":
+            handle = TorchTransport(group, timeout=60.0).exchange(*batch)
+            posted.wait(60.0)
+            with pytest.raises(TransportError) as caught:
+                handle.wait()
+        else:  # once a message has failed, a batch with that peer fails before it starts
+            with pytest.raises(TransportError):
+                TorchTransport(group, timeout=60.0).exchange([], [(2, blank(100, "cpu"))]).wait()
+            with pytest.raises(TransportError) as caught:
+                TorchTransport(group, timeout=60.0).exchange(*batch)
+        looked.wait(60.0)  # nobody else leaves before all have looked
         return caught.value.peers
 
     assert gloo_threads(4, work) == [(2,)] * 4

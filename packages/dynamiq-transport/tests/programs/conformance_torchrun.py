@@ -32,6 +32,7 @@ def _end() -> Iterator[None]:
 def run_processes(size: int, function: Callable[[Transport], Any], *, timeout: float) -> None:
     if SIZE - size <= RANK:
         with TorchTransport.dedicated(GROUPS[size], timeout=60.0) as transport:
+            dist.barrier(group=GROUPS[size])  # nobody leaves, as some tests do, while others are still connecting
             transport.timeout = timeout  # of waits; making the group may take longer than a test wants to wait
             function(transport)
 
