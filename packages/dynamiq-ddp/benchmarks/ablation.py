@@ -24,7 +24,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from time_to_accuracy.records import append, commit, now
+from time_to_accuracy.records import keep
 from torch import Tensor
 
 from dynamiq_core import CodecConfig, DynamiQ, reference
@@ -129,7 +129,6 @@ def main() -> None:
 
     torch.set_num_threads(1)
     gradients = load_gradients(options.files, limit=options.limit)
-    at = commit()
     measured: dict[tuple[CodecConfig, int], float] = {}
     found = []
     for ranks in options.ranks:
@@ -159,16 +158,9 @@ def main() -> None:
             )
             found.append({**row._asdict(), "factor": factor})
             if options.out is not None:
-                kept = {
-                    "gradients": " ".join(path.stem for path in options.files),
-                    **found[-1],
-                    "budget": options.bits,
-                    "limit": options.limit,
-                    "repeats": options.repeats,
-                    "date": now(),
-                    "commit": at,
-                }
-                append(options.out, kept)
+                gradients_of = " ".join(path.stem for path in options.files)
+                how = {"budget": options.bits, "limit": options.limit, "repeats": options.repeats}
+                keep(options.out, {"gradients": gradients_of, **found[-1]}, **how)
         title = f"{ranks} ranks, {options.schedule}, {gradients.shape[1]:,} coordinates"
         print(table(title, ("change", "bits", "vNMSE", "bias", "times full", "ns/coord."), cells))
     if options.json:

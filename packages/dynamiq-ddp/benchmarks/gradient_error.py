@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from time_to_accuracy.records import append, commit, now
+from time_to_accuracy.records import keep
 from torch import Tensor
 
 from dynamiq_core import DynamiQ
@@ -60,7 +60,6 @@ def main() -> None:
 
     torch.set_num_threads(1)  # every rank is a thread, and a codec is timed on one
     chosen = codecs.make_all(options.codecs, torch.device("cpu"))
-    at = commit()
     found = []
     for name, gradients in captured(options):
         rows = []
@@ -72,15 +71,8 @@ def main() -> None:
                 found.append({"gradients": name, **row._asdict()})
                 if options.out is not None:
                     codec = chosen[row.codec]
-                    kept = {
-                        **found[-1],
-                        "by": codec.operations.name if isinstance(codec, DynamiQ) else "torch",
-                        "limit": options.limit,
-                        "repeats": options.repeats,
-                        "date": now(),
-                        "commit": at,
-                    }
-                    append(options.out, kept)
+                    by = codec.operations.name if isinstance(codec, DynamiQ) else "torch"
+                    keep(options.out, found[-1], by=by, limit=options.limit, repeats=options.repeats)
         print(table(rows, f"{name}: {gradients.shape[1]:,} coordinates"))
     if options.json:
         print(json.dumps(found))

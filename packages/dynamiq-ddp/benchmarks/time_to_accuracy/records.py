@@ -6,10 +6,12 @@ import json
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 
+@cache
 def commit() -> str:
     """Of this checkout, with a plus if its packages differ from it; files of results may grow meanwhile."""
 
@@ -31,6 +33,11 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
     """Add a line of JSON to a file, which need not exist."""
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def keep(path: Path, row: Mapping[str, Any], **options: Any) -> None:
+    """`append` a row with the options that it was measured with, and when and with which code."""
+    append(path, {**row, **options, "date": now(), "commit": commit()})
 
 
 def measured(origins: Iterable[tuple[str, str]]) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
 from dynamiq_transport import Transport
+from dynamiq_transport.worker import Worker
 
 from .errors import first_cause
 from .meter import Meter
@@ -35,41 +35,21 @@ class Lane:
         transport: used by this lane alone.
         meter: counts what the lane does.
         quality: how exactly it does it.
+        worker: does it, on CPU.
+        stream: on which it is enqueued, on CUDA.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.meter = Meter()
         self.quality = Quality()
+        self.worker = Worker("dynamiq lane")
         self.stream: torch.cuda.Stream | None = None
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, action: Callable[[], None]) -> None:
-        """Let the lane's thread call ``action`` after everything that was submitted before."""
-        if self._thread is None:
-            # A daemon, so that a message that never arrives cannot keep the process from ending.
-            self._thread = threading.Thread(target=_run, args=(self._queue,), name="dynamiq lane", daemon=True)
-            self._thread.start()
-        self._queue.put(action)
-
-    def stop(self) -> None:
-        """End the thread, if there is one, after what it is doing."""
-        if self._thread is not None:
-            self._queue.put(None)
-            if self._thread is not threading.current_thread():
-                self._thread.join(_PATIENCE)
 
 
 def as_exception(error: BaseException) -> Exception:
     """The error itself, or what to tell everybody else if it is an exit or an interrupt of one thread."""
     return error if isinstance(error, Exception) else RuntimeError(f"a lane was stopped by {error!r}")
-
-
-def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (action := queue.get()) is not None:
-        action()
-        del action  # nothing is kept alive while waiting
 
 
 class Pending:
@@ -156,13 +136,13 @@ class Lanes:
         if device.type == "cuda":
             return self._enqueue(lane, work, device), None
         pending = Pending()
-        lane.submit(lambda: self._perform(lane, work, pending))
+        lane.worker.submit(lambda: self._perform(lane, work, pending))
         return pending.future, pending
 
     def close(self) -> None:
         """Finish what was begun, then leave the group."""
         for lane in self.lanes:
-            lane.stop()
+            lane.worker.stop(_PATIENCE)
             lane.transport.abort() if self.error else lane.transport.close()
         self.error = self.error or RuntimeError("these lanes are closed")
 
@@ -203,6 +183,6 @@ class Lanes:
             self.error = error if self.error is None else first_cause((self.error, error))
         for lane in self.lanes:
             if lane.stream is None:
-                lane.submit(lane.transport.abort)
+                lane.worker.submit(lane.transport.abort)
             else:
                 lane.transport.abort()

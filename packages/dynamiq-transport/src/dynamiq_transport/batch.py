@@ -77,25 +77,25 @@ class Wait:
 
     Attributes:
         at: number of the part that is being waited for.
-        failures: what did not come through, once it is over; nothing in there keeps the group alive.
     """
 
     def __init__(self, parts: Sequence[Part], timeout: float) -> None:
         self.parts = parts
         self.at = 0
-        self.failures: list[Failure] = []
         self._timeout = timeout
 
-    def run(self) -> None:
-        """Wait for everything."""
+    def run(self) -> list[Failure]:
+        """Wait for everything; what did not come through, in which nothing keeps the group alive."""
         deadline = time.monotonic() + self._timeout
+        failures: list[Failure] = []
         for number, part in enumerate(self.parts):
             self.at = number
             try:
                 # After a failure only look at the rest, to name every peer that is not there.
-                part.wait(PROBE if self.failures else max(PROBE, deadline - time.monotonic()))
+                part.wait(PROBE if failures else max(PROBE, deadline - time.monotonic()))
             except RuntimeError as error:
-                self.failures += (failure(operation, error) for operation in part.operations)
+                failures += (failure(operation, error) for operation in part.operations)
+        return failures
 
 
 def failure(operation: dist.P2POp, error: RuntimeError) -> Failure:

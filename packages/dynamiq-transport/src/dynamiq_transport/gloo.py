@@ -12,16 +12,15 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dynamiq_transport.batch import PROBE, TAGS, Failure, Part, Wait, failure
+from dynamiq_transport.worker import Worker
 
 LOOK = 1.0
 """Seconds between two looks at a peer that keeps this rank waiting."""
@@ -61,31 +60,24 @@ def hang_up(group: dist.ProcessGroup) -> None:
 
 
 class Waiter:
-    """A thread that waits for operations of one group.
+    """Waits for operations of one group in a thread of its own.
 
-    It stays behind where it waits for a peer that is gone; the operation's timeout ends it.
+    The thread stays behind where it waits for a peer that is gone; the operation's timeout ends it.
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self.stop = weakref.finalize(self, self._queue.put, None)
-        """End the thread after what it is doing; may be repeated."""
-        self.stop.atexit = False  # whatever else is done at the end of the interpreter may still wait
+        self._worker = Worker("dynamiq waiter")
 
     def wait(self, wait: Wait) -> list[Failure]:
         """Let the thread wait, and return what failed as soon as it is known."""
-        if self._thread is None:
-            # A daemon, so that a message that never arrives cannot keep the process from ending.
-            self._thread = threading.Thread(target=_serve, args=(self._queue,), name="dynamiq waiter", daemon=True)
-            self._thread.start()
         ended = threading.Lock()
         ended.acquire()
+        failures: list[Failure] = []
         errors: list[BaseException] = []
 
         def run() -> None:
             try:
-                wait.run()
+                failures.extend(wait.run())
             except BaseException as error:  # belongs to whoever waits for this thread
                 errors.append(error)
             finally:
@@ -93,7 +85,7 @@ class Waiter:
                 ended.release()
 
         _under_way.add(wait)
-        self._queue.put(run)
+        self._worker.submit(run)
         before: tuple[Part | None, list[Tensor]] = None, []
         suspect: Part | None = None
         while not ended.acquire(timeout=LOOK):
@@ -104,14 +96,18 @@ class Waiter:
             moving = part is not before[0] or not all(map(torch.equal, landed, before[1]))
             before = part, landed
             # To look is to write. That of a peer which has sent the rest and left would make its system drop the rest.
-            failures = [] if moving and landed else _missing(part)
+            missing = [] if moving and landed else _missing(part)
             # Twice, as all of the message may have come, and the thread not have been told yet.
-            if failures and part is suspect:
-                return failures + [each for other in left[1:] for each in _missing(other)]
-            suspect = part if failures else None
+            if missing and part is suspect:
+                return missing + [each for other in left[1:] for each in _missing(other)]
+            suspect = part if missing else None
         if errors:
             raise errors[0]
-        return wait.failures
+        return failures
+
+    def stop(self) -> None:
+        """End the thread after what it is doing; may be repeated."""
+        self._worker.stop()
 
 
 def _sample(part: Part) -> list[Tensor]:
@@ -123,12 +119,6 @@ def _sample(part: Part) -> list[Tensor]:
 def _missing(part: Part) -> list[Failure]:
     errors = [(operation, gone(operation)) for operation in part.operations]
     return [failure(operation, error) for operation, error in errors if error is not None]
-
-
-def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (action := queue.get()) is not None:
-        action()
-        del action  # nothing is kept alive while waiting
 
 
 def _end() -> None:

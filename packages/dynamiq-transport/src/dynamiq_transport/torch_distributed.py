@@ -182,8 +182,7 @@ class TorchTransport(Transport):
         wait = Wait(parts, self.timeout)
         if self._waiter is not None and parts and not parts[0].on_cuda:
             return self._waiter.wait(wait)
-        wait.run()
-        return wait.failures
+        return wait.run()
 
     def _fail(self, failures: list[Failure]) -> TransportError:
         """Give up for good: the ranks have lost their common place in the order of messages.
@@ -191,9 +190,7 @@ class TorchTransport(Transport):
         Sends of other batches that have not gone out are named too. Receives are not: they may be posted ahead.
         """
         sends = [part for handle in self._in_flight for part in handle._parts if part.sends]
-        wait = Wait(sends, PROBE)
-        wait.run()
-        failures = failures + wait.failures
+        failures = failures + Wait(sends, PROBE).run()
         peers = _peers(failures)
         self.abort()
         self._closed = f"has failed before (peers {peers})"
