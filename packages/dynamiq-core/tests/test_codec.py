@@ -141,7 +141,7 @@ def test_any_magnitude(magnitude: float, codec: DynamiQ, ring, normal) -> None:
 
 @pytest.mark.parametrize(
     ("numel", "own"),
-    [(24_000, 1e-3), (6000, 4e-3)],  # of eight super-groups, the others' least widths leave it 5 bits instead of 8
+    [(24_000, 1e-3), (6000, 4e-3)],  # of eight super-groups, the others' least widths leave it 6 bits instead of 8
 )
 def test_one_outlier_harms_only_its_own_super_group(codec: DynamiQ, numel: int, own: float, ring, normal) -> None:
     gradients = list(normal(0, 3, numel))
