@@ -99,6 +99,19 @@ def test_more_bits_less_error(workers: int, ring, normal) -> None:
     assert errors[8] < 1e-4
 
 
+def test_the_tolerance_trades_the_squared_error_for_the_least_super_groups(ring, normal) -> None:
+    """Energies over 22 octaves: no super-group loses more than the tolerance; with a tolerance of 1, some lose all."""
+    loudness = torch.exp2(-11 * torch.rand(400, generator=torch.Generator().manual_seed(9))).repeat_interleave(256)
+    gradients = [normal(i, 400 * 256) * loudness for i in range(4)]
+    exact = exact_mean(gradients)
+    even, alone = (ring(gradients, DynamiQ(CodecConfig(tolerance=t))).mean for t in (1 / 16, 1.0))
+    energy = exact.view(400, 256).square().sum(1)
+    lost = [(mean - exact).view(400, 256).square().sum(1) / energy for mean in (even, alone)]
+    assert lost[0].max() < 1 / 16
+    assert (lost[1] == 1).sum() > 20
+    assert 4 * vnmse(alone, exact) < vnmse(even, exact)
+
+
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_zeros_come_back_as_zeros(dtype: torch.dtype, codec: DynamiQ, all_reduce) -> None:
     for numel in (1, 7, 256, 257, 5000):

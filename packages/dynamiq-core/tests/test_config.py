@@ -14,12 +14,13 @@ def test_defaults() -> None:
     config = CodecConfig()
     assert (config.bits, config.widths) == (5.0, (0, 2, 3, 4, 5, 6, 7, 8))
     assert (config.scales, config.rounding, config.subtract_mean, config.seed) == ("log", "dithered", True, 0)
+    assert config.tolerance == 1 / 16
 
 
 def test_the_published_preset_and_changes_to_it() -> None:
     config = CodecConfig.paper(bits=4.5, seed=3)
     assert (config.widths, config.scales, config.rounding) == ((2, 4, 8), "linear", "correlated")
-    assert (config.bits, config.seed) == (4.5, 3)
+    assert (config.bits, config.seed, config.tolerance) == (4.5, 3, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,9 @@ def test_the_published_preset_and_changes_to_it() -> None:
         ({"bits": None}, "None", "real number"),
         ({"scales": "fp8"}, "'fp8'", "'log', 'linear'"),
         ({"rounding": "nearest"}, "'nearest'", "'dithered', 'correlated', 'independent'"),
+        ({"tolerance": -0.1}, "-0.1", "0 to 1"),
+        ({"tolerance": 1.5}, "1.5", "0 to 1"),
+        ({"tolerance": None}, "None", "real number"),
         ({"bend": 0.5}, "0.5", "1 to 4"),
         ({"bend": float("nan")}, "nan", "1 to 4"),
         ({"subtract_mean": 1}, "1", "True or False"),
@@ -96,7 +100,7 @@ def test_equal_configurations_have_equal_fingerprints_and_others_have_not() -> N
     assert "\n" not in base.fingerprint()
     changes: list[dict[str, Any]] = [
         {"bits": 5.01}, {"widths": (0, 2, 4)}, {"scales": "linear"}, {"rounding": "independent"}, {"bend": 2.5},
-        {"subtract_mean": False}, {"seed": 1},
+        {"subtract_mean": False}, {"seed": 1}, {"tolerance": 0.5},
     ]  # fmt: skip
     assert {field for change in changes for field in change} == {f.name for f in dataclasses.fields(CodecConfig)}
     others = [DynamiQ(base.config.replace(**change)).fingerprint() for change in changes]

@@ -147,6 +147,13 @@ def test_a_partly_filled_super_group_has_the_energy_of_what_it_holds() -> None:
         (CodecConfig(bits=2.5), 4, 0),
         (CodecConfig(widths=(0, 1, 3, 8)), 4, 3),
         (CodecConfig(widths=(0, 8)), 4, 0),
+        (CodecConfig(tolerance=1 / 8), 4, 3),
+        (CodecConfig(tolerance=1 / 2), 4, 3),  # 2 bits would lose 0.57
+        (CodecConfig(tolerance=0.6), 4, 2),
+        (CodecConfig(tolerance=0), 4, 4),  # 5 bits for everybody do not fit
+        (CodecConfig(tolerance=0, bits=9), 4, 8),
+        (CodecConfig(tolerance=1), 4, 0),
+        (CodecConfig(tolerance=1, bits=6), 4, 0),
         (CodecConfig.paper(), 4, 2),
         (CodecConfig.paper(), 64, 2),
         (CodecConfig.paper(bits=7), 4, 2),

@@ -34,6 +34,10 @@ def step(state, tensors):
         ({"schedule": "star"}, "schedule cannot be 'star'; allowed: ring"),
         ({"codec": "bf16"}, "codec cannot be 'bf16'"),
         ({"codec": BF16(), "bits": 4.0}, "codec cannot be given together with bits"),
+        ({"codec": BF16(), "config": CodecConfig()}, "codec cannot be given together with bits, config"),
+        ({"config": CodecConfig(), "bits": 4.0}, "config cannot be given together with bits or seed"),
+        ({"config": CodecConfig(), "seed": 1}, "config cannot be given together with bits or seed"),
+        ({"config": {"bits": 4.0}}, "config cannot be {'bits': 4.0}; allowed: a dynamiq_core.CodecConfig"),
         ({"min_compress_numel": -1}, "min_compress_numel cannot be -1"),
         ({"min_compress_numel": 1.5}, "min_compress_numel cannot be 1.5"),
         ({"warmup_steps": True}, "warmup_steps cannot be True"),
@@ -199,8 +203,27 @@ def test_bits_can_change_between_steps(states):
         assert found == pytest.approx([5.0, 3.0, 8.0], rel=0.01)
 
 
+def test_a_configuration_is_used_and_keeps_what_is_not_changed(states, random_rows, same_bits):
+    """Energies far apart, so that the tolerance matters."""
+    rows = random_rows(3, 20_000, seed=0) * torch.exp2(-torch.arange(20_000) / 1000)
+    config = CodecConfig(bits=4.5, tolerance=1.0, rounding="independent", seed=7)
+
+    def work(state, rank):
+        before = step(state, [rows[rank].clone()])
+        state.bits = 3.5
+        return before + step(state, [rows[rank].clone()])
+
+    expected = [
+        simulate(rows, codec=DynamiQ(each), step=index).mean
+        for index, each in enumerate((config, config.replace(bits=3.5)))
+    ]
+    for found in states(3, work, codec=None, config=config, backend="reference"):
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_bits_are_those_of_the_codec():
     assert DynamiQState(bits=4.5).bits == 4.5
+    assert DynamiQState(config=CodecConfig(bits=3.25)).bits == 3.25
     assert DynamiQState(codec=DynamiQ(CodecConfig(bits=3.5))).bits == 3.5
     state = DynamiQState(codec=BF16())
     assert state.bits is None

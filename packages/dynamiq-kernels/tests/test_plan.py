@@ -17,6 +17,8 @@ CONFIGS = [
     CodecConfig(),
     CodecConfig(bits=1.0),
     CodecConfig(bits=9.0, subtract_mean=False),
+    CodecConfig(bits=4.0, tolerance=1.0),
+    CodecConfig(bits=6.0, tolerance=0.01),
     CodecConfig.paper(bits=2.75),
     CodecConfig(widths=(4,), bits=4.5),
     CodecConfig(widths=(0, 3, 5), bits=3.5, scales="linear"),

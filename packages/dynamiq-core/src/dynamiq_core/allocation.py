@@ -127,10 +127,6 @@ def normalised_errors(config: CodecConfig) -> tuple[float, ...]:
     return (1.0, *table)
 
 
-HARMLESS = 1 / 16
-"""Error of a super-group, relative to its energy, that a narrower width should not exceed if bytes allow."""
-
-
 def floors(config: CodecConfig, gain: float) -> tuple[int, ...]:
     """Widths that every super-group with energy should have at least: the best first, then those better than none.
 
@@ -139,18 +135,18 @@ def floors(config: CodecConfig, gain: float) -> tuple[int, ...]:
     others, so for them the error counts relative to the super-group's own energy.
 
     Args:
-        config: widths and kind of quantiser. Without width 0 among the widths, as published, there is one floor, the
-            narrowest of them.
+        config: widths, tolerance and kind of quantiser.
         gain: as for `chained_errors`.
 
     Returns:
-        The narrowest width whose error is `HARMLESS`, and the narrower ones whose error is not above the energy.
+        The narrowest width whose error is within the tolerance, and the narrower ones whose error is not above the
+        energy. None if everything is sent anyway, for want of width 0, or nothing has to be, with a tolerance of 1.
     """
-    if config.widths[0] > 0:
-        return (config.widths[0],)
+    if config.widths[0] > 0 or config.tolerance >= 1:
+        return ()
     errors = chained_errors(config, gain)
     useful = [w for w in config.widths[1:] if errors[w] <= 1]
-    enough = next((i for i, w in enumerate(useful) if errors[w] <= HARMLESS), len(useful) - 1)
+    enough = next((i for i, w in enumerate(useful) if errors[w] <= config.tolerance), len(useful) - 1)
     return tuple(reversed(useful[: enough + 1]))
 
 

@@ -32,7 +32,11 @@ class CodecConfig:
         bits: budget per coordinate and direction of the all-reduce, in bits, everything included: codes, scales,
             statistics, headers. Any real number that the widths can use; see `bits_range`.
         widths: the bit widths that a super-group may get, 0 to 8. Width 0 sends nothing for a super-group but its mean.
-            If it is among the widths, the others have a lower limit as well; see `dynamiq_core.allocation.floors`.
+            If it is among the widths, ``tolerance`` limits what it is used for.
+        tolerance: the share of its energy that a super-group may lose, 0 to 1, for as long as the budget allows less;
+            see `dynamiq_core.allocation.floors`. Optimisers that scale each parameter's step by its own gradient, such
+            as Adam, need super-groups of little energy as exact as the others. With 1, the squared error of the whole
+            is all that counts, as published, and super-groups of least energy may be dropped at every step.
         scales: ``"log"``: 4-bit group scales in steps of a quarter octave, rounded up, so that entries never clip.
             ``"linear"``: 8-bit group scales, stochastically rounded, entries normalised by the true maximum.
         rounding: how the shared seed is used. ``"dithered"``: the receiver subtracts the sender's dither, which
@@ -49,6 +53,7 @@ class CodecConfig:
 
     bits: float = 5.0
     widths: tuple[int, ...] = (0, 2, 3, 4, 5, 6, 7, 8)
+    tolerance: float = 1 / 16
     scales: Scales = "log"
     rounding: Rounding = "dithered"
     bend: float = 1.5
@@ -60,22 +65,31 @@ class CodecConfig:
         _check_choice("scales", self.scales, get_args(Scales))
         _check_choice("rounding", self.rounding, get_args(Rounding))
         _check_real(f"bits with widths {self.widths}", self.bits, *self.bits_range())
+        _check_real("tolerance", self.tolerance, 0.0, 1.0)
         _check_real("bend", self.bend, 1.0, 4.0)
         if not isinstance(self.subtract_mean, bool):
             raise ConfigError(f"subtract_mean must be True or False, not {self.subtract_mean!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed must be an integer from 0 to 2**64 - 1, not {self.seed!r}")
         object.__setattr__(self, "bits", float(self.bits))
+        object.__setattr__(self, "tolerance", float(self.tolerance))
         object.__setattr__(self, "bend", float(self.bend))
 
     @classmethod
     def paper(cls, **changes: Any) -> CodecConfig:
         """The configuration nearest to the published one (arXiv 2602.08923): widths 2, 4, 8, linear scales, correlated.
 
+        The widths are chosen by the squared error alone.
+
         Args:
             **changes: fields to set otherwise, for instance ``bits=4.5``.
         """
-        preset: dict[str, Any] = {"widths": (2, 4, 8), "scales": "linear", "rounding": "correlated"}
+        preset: dict[str, Any] = {
+            "widths": (2, 4, 8),
+            "tolerance": 1.0,
+            "scales": "linear",
+            "rounding": "correlated",
+        }
         return cls(**(preset | changes))
 
     def replace(self, **changes: Any) -> CodecConfig:

@@ -200,7 +200,7 @@ def ladder(
         gain: as for `dynamiq_core.allocation.hull`.
     """
     for floor in floors(config, gain):
-        least = cost(floor, config) + (TO_DISTRIBUTE if floor else 0)
+        least = cost(floor, config) + TO_DISTRIBUTE
         if all(size >= least * length for size, length in zip(sizes, lengths, strict=True)):
             return hull(config, gain, floor=floor)
     return hull(config, gain)

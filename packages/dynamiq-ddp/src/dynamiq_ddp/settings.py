@@ -33,6 +33,8 @@ class Settings:
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.config, CodecConfig):
+            raise ConfigError(f"config cannot be {self.config!r}; allowed: a dynamiq_core.CodecConfig")
         if self.codec is not None and not isinstance(self.codec, Codec):
             raise ConfigError(f"codec cannot be {self.codec!r}; allowed: a dynamiq_core.Codec")
         for name in ("min_compress_numel", "warmup_steps", "measure_every"):

@@ -53,9 +53,10 @@ class DynamiQState:
 
     Args:
         bits: budget per coordinate and direction of the all-reduce, everything included.
+        config: instead of ``bits`` and ``seed``: all parameters of the codec.
         schedule: as for `all_reduce`. ``"auto"`` measures the network in the first backward pass.
         backend: what carries out the codec's operations; ``"auto"`` takes the fastest that can run.
-        codec: instead of ``bits``, ``backend`` and ``seed``: a codec that is made already.
+        codec: instead of ``bits``, ``config``, ``backend`` and ``seed``: a codec that is made already.
         process_group: the ranks to average over, as given to DDP; the default group when None.
         min_compress_numel: smaller buckets are averaged without compression, as are those of float64 and complex
             numbers.
@@ -81,6 +82,7 @@ class DynamiQState:
         self,
         *,
         bits: float = 5.0,
+        config: CodecConfig | None = None,
         schedule: ScheduleChoice = "ring",
         backend: Backend = "auto",
         codec: Codec[Any] | None = None,
@@ -95,12 +97,16 @@ class DynamiQState:
         exempt: Exempt | None = None,
         transport: Callable[[], Transport] | None = None,
     ) -> None:
-        if codec is not None and (bits, backend, seed) != (5.0, "auto", 0):
-            raise ConfigError("codec cannot be given together with bits, backend or seed, which describe another one")
+        if codec is not None and (bits, config, backend, seed) != (5.0, None, "auto", 0):
+            raise ConfigError(
+                "codec cannot be given together with bits, config, backend or seed, which describe another one"
+            )
+        if config is not None and (bits, seed) != (5.0, 0):
+            raise ConfigError("config cannot be given together with bits or seed, which are in it")
         if transport is not None and process_group is not None:
             raise ConfigError("transport cannot be given together with process_group")
         self._settings = Settings(
-            config=CodecConfig(bits=bits, seed=seed),
+            config=CodecConfig(bits=bits, seed=seed) if config is None else config,
             backend=backend,
             codec=codec,
             schedule=schedule,

@@ -15,7 +15,14 @@ from dynamiq_ddp.backend import make_codec
 
 from .completion import complete
 
-WITH_BITS: Mapping[str, float] = MappingProxyType({"dynamiq": 5.0, "paper": 5.0, "thc": 8.0, "omnireduce": 5.0})
+DYNAMIQ: Mapping[str, CodecConfig] = MappingProxyType(
+    {"dynamiq": CodecConfig(), "dynamiq-l2": CodecConfig(tolerance=1.0), "paper": CodecConfig.paper()}
+)
+"""Kinds of DynamiQ."""
+
+WITH_BITS: Mapping[str, float] = MappingProxyType(
+    {**{name: config.bits for name, config in DYNAMIQ.items()}, "thc": 8.0, "omnireduce": 5.0}
+)
 """Codecs with a budget, and what it is if nothing else is said."""
 
 FIXED: Mapping[str, Callable[[], Codec[Any]]] = MappingProxyType(
@@ -29,7 +36,19 @@ FIXED: Mapping[str, Callable[[], Codec[Any]]] = MappingProxyType(
     }
 )
 
-DEFAULT = ("bf16", "mxfp8", "mxfp6", "mxfp4", "thc:8", "thc:5", "omnireduce:8", "omnireduce:5", "paper", "dynamiq")
+DEFAULT = (
+    "bf16",
+    "mxfp8",
+    "mxfp6",
+    "mxfp4",
+    "thc:8",
+    "thc:5",
+    "omnireduce:8",
+    "omnireduce:5",
+    "paper",
+    "dynamiq-l2",
+    "dynamiq",
+)
 
 
 def make(name: str, device: torch.device) -> Codec[Any]:
@@ -45,10 +64,8 @@ def make(name: str, device: torch.device) -> Codec[Any]:
         known = ", ".join((*FIXED, *(f"{name}:BITS" for name in WITH_BITS)))
         raise ConfigError(f"codec cannot be {name!r}; allowed: {known}")
     budget = float(bits) if colon else WITH_BITS[kind]
-    if kind == "dynamiq":
-        return make_codec(CodecConfig(bits=budget), "auto", device)
-    if kind == "paper":
-        return make_codec(CodecConfig.paper(bits=budget), "auto", device)
+    if kind in DYNAMIQ:
+        return make_codec(DYNAMIQ[kind].replace(bits=budget), "auto", device)
     if kind == "thc":
         if budget != int(budget):
             raise ConfigError(f"bits of thc must be an integer, not {bits}")
@@ -69,7 +86,8 @@ def add_argument(parser: argparse.ArgumentParser, default: Sequence[str]) -> Non
         nargs="+",
         metavar="CODEC",
         default=list(default),
-        help=f"out of {known}; paper is DynamiQ with the published parameters (default: {' '.join(default)})",
+        help=f"out of {known}; paper is DynamiQ with the published parameters, dynamiq-l2 with the least squared "
+        f"error of the whole, for which gradients of little energy may be dropped (default: {' '.join(default)})",
     )
     complete(action, (*FIXED, *WITH_BITS))
 
