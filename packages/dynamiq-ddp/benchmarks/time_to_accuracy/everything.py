@@ -64,7 +64,7 @@ SCOPES = {
         checked=(),
     ),
 }
-EXTRA = {"gpt": ("dynamiq:2",), "minilm": ()}
+EXTRA = {"gpt": ("dynamiq:2", "dynamiq-l2:5"), "minilm": ("dynamiq-l2:5",)}
 """Trained beside all others, over the ring."""
 
 
