@@ -1,13 +1,13 @@
 r"""How much of the communication a training step has to wait for, with and without compression, on a slow network.
 
     python packages/dynamiq-ddp/benchmarks/network.py --ranks 2 --rate 200mbit -- \
-        python packages/dynamiq-ddp/benchmarks/overlap.py [--bits 5] [--steps 5] [--lanes 1 2 3] [--json]
+        python packages/dynamiq-ddp/benchmarks/overlap.py --network 200mbit [--bits 5] [--steps 5] [--lanes 1 2 3]
 
 Every rank runs it; rank 0 prints. A step is a forward and a backward pass. It takes turns with one under ``no_sync``,
 so that both meet the same machine, and what the step takes longer is the exposed time. Overlap is complete when the
 exposed time is the larger one of the network's time (bytes sent by a rank over the bandwidth measured in the same run)
 and the codec's (``seconds_codec`` of ``state.stats()``, over all lanes); the last column is the ratio to that. Where
-the backward pass is long, exposed time falls below it.
+the backward pass is long, exposed time falls below it. `network_tables.py` makes tables of what ``--out`` keeps.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from time_to_accuracy.records import keep
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -121,8 +123,9 @@ def per_step(before: Stats, after: Stats) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Measure, print a table, and with ``--json`` the rows as a last line."""
+    """Measure, print a table, with ``--json`` the rows as a last line, and with ``--out`` keep them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--network", default="", help="its name in what is kept")
     parser.add_argument("--bits", type=float, default=5.0)
     parser.add_argument("--schedules", nargs="*", default=["ring", "butterfly", "direct"])
     parser.add_argument("--lanes", type=int, nargs="+", default=[1, 2, 3])
@@ -133,6 +136,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured for each way, after some to warm up")
     parser.add_argument("--skip-uncompressed", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="file to which every row is added as a line of JSON")
     options = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -150,6 +154,14 @@ def main() -> None:
         cells = [row.name, *(f"{ms:.0f}" for ms in milliseconds), f"{1000 * row.phase_1:.0f}", f"{row.ratio:.2f}"]
         if rank == 0:
             print(f"| {' | '.join(cells)} |", flush=True)
+            if options.out is not None:
+                keep(
+                    options.out,
+                    {"network": options.network, "ranks": size, "parameters": numel, **row._asdict()},
+                    bits=options.bits,
+                    bucket_mb=options.bucket_mb,
+                    steps=options.steps,
+                )
 
     if rank == 0:
         print(

@@ -1,6 +1,6 @@
 """Time of an all-reduce by transport and schedule, beside the plain ones of torch.distributed and MPI.
 
-    python packages/dynamiq-ddp/benchmarks/schedules.py [--ranks 4] [--megabytes 1 4 25] [--repeats 15]
+    python packages/dynamiq-ddp/benchmarks/schedules.py [--ranks 4] [--megabytes 1 4 25] [--repeats 15] [--out FILE]
 
 Starts its ranks itself, by torchrun for Gloo and by mpiexec for MPI. Every repeat times each schedule once, one after
 the other, so that all of them see the same disturbances; a repeat takes as long as its slowest rank. Megabytes (10^6
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from time_to_accuracy.records import keep
 from torch import Tensor
 
 from dynamiq_core import Codec, DynamiQ
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 4, 25])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--transports", nargs="+", choices=list(LAUNCHERS), default=list(LAUNCHERS))
+    parser.add_argument("--out", type=Path, help="file to which every row is added as a line of JSON")
     parser.add_argument("--inside", choices=list(LAUNCHERS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside is not None:
@@ -79,7 +81,7 @@ def run_rank(options: argparse.Namespace) -> None:
                 if repeat:  # the first one pays for connections and pages
                     seconds[name].append(slowest / 1e9)
         if transport.rank == 0:
-            report(options.inside, megabytes, seconds, transport, codec, x)
+            report(options, megabytes, seconds, transport, codec, x)
     end()
 
 
@@ -111,19 +113,24 @@ def connect(kind: str) -> tuple[Transport, dict[str, Callable[[Tensor], object]]
 
 
 def report(
-    kind: str,
+    options: argparse.Namespace,
     megabytes: float,
     seconds: dict[str, list[float]],
     transport: Transport,
     codec: DynamiQ,
     x: Tensor,
 ) -> None:
+    kind, link = options.inside, known_link(transport)
     for name, found in seconds.items():
         low, middle, high = (1e3 * float(q) for q in torch.tensor(found).quantile(torch.tensor([0.25, 0.5, 0.75])))
-        link = known_link(transport)
+        chosen = ""
         if name.endswith("auto") and link is not None:
-            name += f" ({choose(bytes_of(codec, x.numel(), x.device), transport.size, link).__name__})"
-        print(f"| {kind} | {megabytes:g} | {name} | {middle:.1f} ({low:.1f} to {high:.1f}) |", flush=True)
+            chosen = choose(bytes_of(codec, x.numel(), x.device), transport.size, link).__name__
+        shown = f"{name} ({chosen})" if chosen else name
+        print(f"| {kind} | {megabytes:g} | {shown} | {middle:.1f} ({low:.1f} to {high:.1f}) |", flush=True)
+        if options.out is not None:
+            row = {"transport": kind, "megabytes": megabytes, "name": name, "chosen": chosen}
+            keep(options.out, row, quartiles=[low, middle, high], ranks=transport.size, repeats=options.repeats)
 
 
 if __name__ == "__main__":
