@@ -24,7 +24,8 @@ copyright = "the DynamiQ authors"
 release = dynamiq_core.__version__  # all four packages have one version
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.doctest", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build", "results/codecs/*", "results/time-to-accuracy/*"]  # the latter are parts of pages
+# Below results, folders hold parts of pages.
+exclude_patterns = ["_build", "results/codecs/*", "results/network/*", "results/time-to-accuracy/*"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 

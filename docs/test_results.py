@@ -33,6 +33,11 @@ def test_tables_of_codecs(tmp_path: Path) -> None:
     compare_tables(RESULTS / "codecs", ["ablation", "codecs"], program, tmp_path)
 
 
+def test_tables_of_the_network(tmp_path: Path) -> None:
+    program = [str(BENCHMARKS / "network_tables.py")]
+    compare_tables(RESULTS / "network", ["overlap", "schedules"], program, tmp_path)
+
+
 def test_tables_of_time_to_accuracy(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the report draws a picture as well")
     program = [str(BENCHMARKS / "time_to_accuracy"), "report"]

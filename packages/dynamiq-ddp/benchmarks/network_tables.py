@@ -54,7 +54,7 @@ def tables(lines: Iterable[Line]) -> Iterator[tuple[str, str]]:
     kinds: dict[str, tuple[Callable[[Sequence[Line]], str], dict[tuple[Any, ...], Line]]] = {}
     for line in lines:
         if "exposed" in line:
-            name, make, key = f"overlap-{line['ranks']}-{line['network']}-{line['bucket_mb']:g}", overlap, line["name"]
+            name, make, key = f"overlap-{line['ranks']}-{line['rate']}-{line['bucket_mb']:g}", overlap, line["name"]
         else:
             name, make, key = f"schedules-{line['transport']}", schedules, (line["name"], line["megabytes"])
         kinds.setdefault(name, (make, {}))[1][key] = line
