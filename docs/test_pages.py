@@ -21,6 +21,9 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
+from dynamiq_core import wire
+from dynamiq_ddp import frames
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path
@@ -117,3 +120,12 @@ def test_rows_of_a_table_have_its_columns(page: Path) -> None:
     for line in page.read_text().splitlines():
         table = [*table, line] if ROW.match(line) else []
         assert not table or line.count("|") == table[0].count("|"), line
+
+
+def test_versions_are_the_current_ones() -> None:
+    """A format that changes takes its page along, and the messages that pages show."""
+    page = (ROOT / "docs/explanation/wire-format.md").read_text()
+    assert re.findall(r"^Version (\d+)", page, re.MULTILINE) == [str(wire.VERSION)]
+    assert f"| 2 | version of the header, {frames.VERSION} |" in page
+    shown = [version for path in PAGES for version in re.findall(r"\bwire=(\d+)", path.read_text())]
+    assert set(shown) == {str(wire.VERSION)}
