@@ -105,8 +105,8 @@ def tests(session: nox.Session, layer: str) -> None:
     session.run("python", "-c", ASSERT_ABSENT, *FOREIGN[layer], log=False)
     package = f"packages/dynamiq-{layer}"
     everything = [*workers, "--doctest-modules", f"{package}/src", f"{package}/tests"]
-    if layer == "ddp":  # the blocks and the tutorial of the pages need all four packages; figures are `figures`
-        everything += ["docs", "--ignore=docs/test_figures.py"]
+    if layer == "ddp":  # the blocks, figures and tutorial of the pages need all four packages
+        everything.append("docs")
     environment = dict(RANKS)
     if layer == "kernels" and session.run("python", "-c", ASK_FOR_GPU, silent=True, log=False) != "True\n":
         environment["TRITON_INTERPRET"] = "1"  # without a GPU, Triton's kernels run in its interpreter
@@ -172,13 +172,6 @@ def docs(session: nox.Session) -> None:
         session.run("sphinx-build", "-n", "-W", "--keep-going", "-q", "-b", builder, "docs", f"docs/_build/{builder}")
     session.run("python", "docs/check_site.py", "docs/_build/html")
     session.log("docs/_build/html/index.html")
-
-
-@nox.session
-def figures(session: nox.Session) -> None:
-    """Draw the figures again, and compare the pages with what is measured; not part of the default run."""
-    install(session, "pytest", packages=[*BELOW_DDP, "packages/dynamiq-ddp[cpu,plot]"])
-    session.run("pytest", "docs/test_figures.py", *session.posargs, env=RANKS)
 
 
 @nox.session

@@ -98,6 +98,7 @@ def test_equal_configurations_have_equal_fingerprints_and_others_have_not() -> N
     assert CodecConfig(bits=5, bend=2) == CodecConfig(bits=5.0, bend=2.0)
     assert base.fingerprint() == DynamiQ(CodecConfig(bits=5.0, bend=2.0)).fingerprint()
     assert "\n" not in base.fingerprint()
+    assert DynamiQ(CodecConfig(tolerance=-0.0)).fingerprint() == DynamiQ(CodecConfig(tolerance=0)).fingerprint()
     changes: list[dict[str, Any]] = [
         {"bits": 5.01}, {"widths": (0, 2, 4)}, {"scales": "linear"}, {"rounding": "independent"}, {"bend": 2.5},
         {"subtract_mean": False}, {"seed": 1}, {"tolerance": 0.5},

@@ -154,6 +154,7 @@ def test_a_partly_filled_super_group_has_the_energy_of_what_it_holds() -> None:
         (CodecConfig(tolerance=0, bits=9), 4, 8),
         (CodecConfig(tolerance=1), 4, 0),
         (CodecConfig(tolerance=1, bits=6), 4, 0),
+        (CodecConfig(widths=(2, 4, 8)), 4, 2),  # nothing is dropped, so there is no floor
         (CodecConfig.paper(), 4, 2),
         (CodecConfig.paper(), 64, 2),
         (CodecConfig.paper(bits=7), 4, 2),

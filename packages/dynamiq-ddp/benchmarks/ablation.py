@@ -80,7 +80,7 @@ def changes(bits: float) -> Iterator[Change]:
     yield Change("squared error alone (paper)", full.replace(tolerance=1.0), full)
     yield Change("widths 2, 4, 8 (paper)", full.replace(widths=(2, 4, 8)), full)
     yield Change("linear scales of 8 bits (paper)", full.replace(scales="linear"), full)
-    yield Change("paper: all three", paper, full)
+    yield Change("paper: all of these", paper, full)
     yield Change("paper, independent rounding", paper.replace(rounding="independent"), full)
     yield Change("paper, uniform levels", paper.replace(bend=1.0), full)
     yield Change("paper, mean not subtracted", paper.replace(subtract_mean=False), full)

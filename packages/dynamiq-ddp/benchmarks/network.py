@@ -7,9 +7,10 @@ lives in a namespace of its own, so nothing of the host's network is touched. Bo
 token bucket: what a rank sends at its own end, what it receives at the switch's. So several ranks that send to one at
 the same time share its rate, as they would on a real switch.
 
-The command finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME in its
-environment. When a rank fails, the others are ended. The exit status is that of the first rank that failed, 128 plus
-the number of the signal that ended it or this program, 124 after --timeout, and 2 where the network cannot be made.
+The command finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and
+NETWORK_RATE in its environment. When a rank fails, the others are ended. The exit status is that of the first rank that
+failed, 128 plus the number of the signal that ended it or this program, 124 after --timeout, and 2 where the network
+cannot be made.
 
 Needs Linux, the programs ip and tc of iproute2, and the rights of root over the network.
 """
@@ -122,16 +123,17 @@ def address(rank: int) -> str:
     return f"10.0.0.{rank + 1}"
 
 
-def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+def environment(rank: int, options: argparse.Namespace) -> dict[str, str]:
     """What a rank learns about its place."""
     return {
         "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": str(options.ranks),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": address(0),
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(options.port),
         "GLOO_SOCKET_IFNAME": "eth0",
+        "NETWORK_RATE": options.rate,
     }
 
 
@@ -252,7 +254,7 @@ def launch(names: Names, options: argparse.Namespace) -> list[subprocess.Popen[b
     try:
         for rank in range(options.ranks):
             command = ["ip", "netns", "exec", names.rank(rank), *options.command]
-            env = {**os.environ, **environment(rank, options.ranks, options.port)}
+            env = {**os.environ, **environment(rank, options)}
             process = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=die_with_parent)
             processes.append(process)
     except BaseException:

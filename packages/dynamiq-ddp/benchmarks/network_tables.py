@@ -2,9 +2,10 @@
 
     python packages/dynamiq-ddp/benchmarks/network_tables.py docs/results/network/*.jsonl --out docs/results/network
 
-Of `overlap.py` one for each number of ranks, network and size of buckets (overlap-RANKS-NETWORK-MIB.md), and of
-`schedules.py` one for each transport (schedules-TRANSPORT.md). Of two lines that measure the same, the later one
-counts. Below a table stands when, and with which code, its rows were measured.
+Of `overlap.py` one for each number of ranks, rate of the network, size of buckets and budget
+(overlap-RANKS-RATE-MIB-BITS.md), and of `schedules.py` one for each transport and number of ranks
+(schedules-TRANSPORT-RANKS.md). Of two lines that measure the same, the later one counts. Below a table stands when, and
+with which code, its rows were measured.
 """
 
 from __future__ import annotations
@@ -54,9 +55,11 @@ def tables(lines: Iterable[Line]) -> Iterator[tuple[str, str]]:
     kinds: dict[str, tuple[Callable[[Sequence[Line]], str], dict[tuple[Any, ...], Line]]] = {}
     for line in lines:
         if "exposed" in line:
-            name, make, key = f"overlap-{line['ranks']}-{line['rate']}-{line['bucket_mb']:g}", overlap, line["name"]
+            setup = f"{line['ranks']}-{line['rate']}-{line['bucket_mb']:g}-{line['bits']:g}"
+            name, make, key = f"overlap-{setup}", overlap, (line["name"], line["parameters"])
         else:
-            name, make, key = f"schedules-{line['transport']}", schedules, (line["name"], line["megabytes"])
+            setup = f"{line['transport']}-{line['ranks']}"
+            name, make, key = f"schedules-{setup}", schedules, (line["name"], line["megabytes"])
         kinds.setdefault(name, (make, {}))[1][key] = line
     for name, (make, found) in kinds.items():
         rows = list(found.values())

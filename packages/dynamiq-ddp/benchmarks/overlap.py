@@ -1,7 +1,7 @@
 r"""How much of the communication a training step has to wait for, with and without compression, on a slow network.
 
     python packages/dynamiq-ddp/benchmarks/network.py --ranks 2 --rate 200mbit -- \
-        python packages/dynamiq-ddp/benchmarks/overlap.py --rate 200mbit [--bits 5] [--steps 5] [--lanes 1 2 3]
+        python packages/dynamiq-ddp/benchmarks/overlap.py [--bits 5] [--steps 5] [--lanes 1 2 3]
 
 Every rank runs it; rank 0 prints. A step is a forward and a backward pass. It takes turns with one under ``no_sync``,
 so that both meet the same machine, and what the step takes longer is the exposed time. Overlap is complete when the
@@ -125,7 +125,6 @@ def per_step(before: Stats, after: Stats) -> tuple[float, float, float]:
 def main() -> None:
     """Measure, print a table, with ``--json`` the rows as a last line, and with ``--out`` keep them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rate", default="", help="of the network, as its name in what is kept")
     parser.add_argument("--bits", type=float, default=5.0)
     parser.add_argument("--schedules", nargs="*", default=["ring", "butterfly", "direct"])
     parser.add_argument("--lanes", type=int, nargs="+", default=[1, 2, 3])
@@ -146,6 +145,7 @@ def main() -> None:
     batch = torch.randn(options.batch, options.width, generator=torch.Generator().manual_seed(rank))
     setup = Setup(network_model(options), batch, options.steps, options.bucket_mb, link.bandwidth)
     numel = sum(p.numel() for p in setup.model().parameters())
+    rate = os.environ.get("NETWORK_RATE", "unlimited")
     rows: list[Row] = []
 
     def show(row: Row) -> None:
@@ -155,13 +155,8 @@ def main() -> None:
         if rank == 0:
             print(f"| {' | '.join(cells)} |", flush=True)
             if options.out is not None:
-                keep(
-                    options.out,
-                    {"rate": options.rate, "ranks": size, "parameters": numel, **row._asdict()},
-                    bits=options.bits,
-                    bucket_mb=options.bucket_mb,
-                    steps=options.steps,
-                )
+                setup = {"rate": rate, "ranks": size, "parameters": numel, "bucket_mb": options.bucket_mb}
+                keep(options.out, {**setup, **row._asdict()}, bits=options.bits, steps=options.steps)
 
     if rank == 0:
         print(

@@ -1,4 +1,4 @@
-"""benchmarks/gradient_error.py and ablation.py: what they keep. benchmarks/codec_tables.py: what it makes of that."""
+"""What gradient_error.py and ablation.py keep, and the tables that codec_tables.py and network_tables.py make."""
 
 from __future__ import annotations
 
@@ -202,6 +202,32 @@ Measured on 2026-01-01 and 2026-01-02 at commits a and t.
 
 Measured on 2026-01-01 at commit a.
 """,
+    }
+
+
+def test_tables_of_the_network(program: Callable[..., Any], tmp_path: Path) -> None:
+    step = {"step": 0.5, "alone": 0.1, "exposed": 0.42, "network": 0.4, "codec": 0.03}
+    overlap = {"rate": "200mbit", "ranks": 2, "parameters": 9, "bits": 5.0, "bucket_mb": 4.0, "name": "ring, 2 lanes"}
+    origin = {"date": "2026-01-01 00:00", "commit": "a"}
+    timed = {"transport": "mpi", "ranks": 4, "chosen": ""}
+    lines = [
+        {**overlap, **step, "exposed": 9.9},
+        {**overlap, **step},
+        {**overlap, **step, "bits": 4.0, "codec": 0.84},
+        {**timed, "name": "ring", "megabytes": 1, "quartiles": [1, 2, 3]},
+        {**timed, "name": "auto", "megabytes": 25, "quartiles": [10, 20, 30], "chosen": "direct"},
+    ]
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps(line | origin) + "\n" for line in lines))
+    status, _, err = program("network_tables.py", tmp_path / "some.jsonl", "--out", tmp_path / "tables")
+    assert status == 0, err
+    head = "| way | step | without communication | exposed | bytes / bandwidth | codec | ratio |\n"
+    head += "| --- | --- | --- | --- | --- | --- | --- |\n"
+    foot = "\nMeasured on 2026-01-01 at commit a.\n"
+    assert {path.name: path.read_text() for path in (tmp_path / "tables").iterdir()} == {
+        "overlap-2-200mbit-4-5.md": f"{head}| ring, 2 lanes | 500 | 100 | 420 | 400 | 30 | 1.05 |\n{foot}",
+        "overlap-2-200mbit-4-4.md": f"{head}| ring, 2 lanes | 500 | 100 | 420 | 400 | 840 | 0.50 |\n{foot}",
+        "schedules-mpi-4.md": "| all-reduce | 1 MB | 25 MB |\n| --- | --- | --- |\n"
+        f"| ring | 2.0 (1.0-3.0) |  |\n| auto |  | 20.0 (10.0-30.0) direct |\n{foot}",
     }
 
 

@@ -9,9 +9,11 @@ import json
 import pytest
 import torch
 
+from dynamiq_core import CodecConfig
 from dynamiq_core.baselines import MXFP4
 from dynamiq_ddp import simulate
 from dynamiq_ddp.cli import main
+from dynamiq_ddp.commands.codecs import make
 
 
 @pytest.fixture
@@ -40,6 +42,16 @@ def test_json_csv_and_picture_say_the_same(file, random_rows, tmp_path, capsys):
     with (tmp_path / "new" / "rows.csv").open() as written:
         assert [{k: str(v) for k, v in row.items()} for row in rows] == list(csv.DictReader(written))
     assert (tmp_path / "new" / "plot.png").stat().st_size > 10_000
+
+
+def test_names_of_dynamiq():
+    names = {
+        "dynamiq": CodecConfig(),
+        "dynamiq:3.5": CodecConfig(bits=3.5),
+        "dynamiq-l2:4": CodecConfig(bits=4, tolerance=1.0),
+        "paper": CodecConfig.paper(),
+    }
+    assert {name: make(name, torch.device("cpu")).config for name in names} == names
 
 
 def test_the_table_names_factors_against_the_yardstick(file, capsys):

@@ -140,7 +140,7 @@ def floors(config: CodecConfig, gain: float) -> tuple[int, ...]:
 
     Returns:
         The narrowest width whose error is within the tolerance, and the narrower ones whose error is not above the
-        energy. None if everything is sent anyway, for want of width 0, or nothing has to be, with a tolerance of 1.
+        energy. Empty if everything is sent anyway, for want of width 0, or nothing has to be, with a tolerance of 1.
     """
     if config.widths[0] > 0 or config.tolerance >= 1:
         return ()

@@ -33,10 +33,11 @@ class CodecConfig:
             statistics, headers. Any real number that the widths can use; see `bits_range`.
         widths: the bit widths that a super-group may get, 0 to 8. Width 0 sends nothing for a super-group but its mean.
             If it is among the widths, ``tolerance`` limits what it is used for.
-        tolerance: the share of its energy that a super-group may lose, 0 to 1, for as long as the budget allows less;
+        tolerance: the largest share of its energy that a super-group should lose, 0 to 1, where the budget allows it;
             see `dynamiq_core.allocation.floors`. Optimisers that scale each parameter's step by its own gradient, such
-            as Adam, need super-groups of little energy as exact as the others. With 1, the squared error of the whole
-            is all that counts, as published, and super-groups of least energy may be dropped at every step.
+            as Adam, need super-groups of little energy as exact as the others. 0 asks for the widest width that fits
+            for all. With 1 only the squared error of the whole counts, as in the paper, and super-groups of least
+            energy may be dropped at every step, which is a bias. Without effect if 0 is not among the widths.
         scales: ``"log"``: 4-bit group scales in steps of a quarter octave, rounded up, so that entries never clip.
             ``"linear"``: 8-bit group scales, stochastically rounded, entries normalised by the true maximum.
         rounding: how the shared seed is used. ``"dithered"``: the receiver subtracts the sender's dither, which
@@ -72,7 +73,7 @@ class CodecConfig:
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed must be an integer from 0 to 2**64 - 1, not {self.seed!r}")
         object.__setattr__(self, "bits", float(self.bits))
-        object.__setattr__(self, "tolerance", float(self.tolerance))
+        object.__setattr__(self, "tolerance", float(self.tolerance) + 0.0)  # -0.0 is 0.0, and looks like it
         object.__setattr__(self, "bend", float(self.bend))
 
     @classmethod

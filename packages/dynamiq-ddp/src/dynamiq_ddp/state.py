@@ -97,7 +97,7 @@ class DynamiQState:
         exempt: Exempt | None = None,
         transport: Callable[[], Transport] | None = None,
     ) -> None:
-        if codec is not None and (bits, config, backend, seed) != (5.0, None, "auto", 0):
+        if codec is not None and (config is not None or (bits, backend, seed) != (5.0, "auto", 0)):
             raise ConfigError(
                 "codec cannot be given together with bits, config, backend or seed, which describe another one"
             )

@@ -15,13 +15,13 @@ from dynamiq_ddp.backend import make_codec
 
 from .completion import complete
 
-DYNAMIQ: Mapping[str, CodecConfig] = MappingProxyType(
+PRESETS: Mapping[str, CodecConfig] = MappingProxyType(
     {"dynamiq": CodecConfig(), "dynamiq-l2": CodecConfig(tolerance=1.0), "paper": CodecConfig.paper()}
 )
-"""Kinds of DynamiQ."""
+"""DynamiQ with other parameters than bits."""
 
 WITH_BITS: Mapping[str, float] = MappingProxyType(
-    {**{name: config.bits for name, config in DYNAMIQ.items()}, "thc": 8.0, "omnireduce": 5.0}
+    {**{name: config.bits for name, config in PRESETS.items()}, "thc": 8.0, "omnireduce": 5.0}
 )
 """Codecs with a budget, and what it is if nothing else is said."""
 
@@ -64,8 +64,8 @@ def make(name: str, device: torch.device) -> Codec[Any]:
         known = ", ".join((*FIXED, *(f"{name}:BITS" for name in WITH_BITS)))
         raise ConfigError(f"codec cannot be {name!r}; allowed: {known}")
     budget = float(bits) if colon else WITH_BITS[kind]
-    if kind in DYNAMIQ:
-        return make_codec(DYNAMIQ[kind].replace(bits=budget), "auto", device)
+    if kind in PRESETS:
+        return make_codec(PRESETS[kind].replace(bits=budget), "auto", device)
     if kind == "thc":
         if budget != int(budget):
             raise ConfigError(f"bits of thc must be an integer, not {bits}")
