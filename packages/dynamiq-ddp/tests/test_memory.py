@@ -26,7 +26,10 @@ ALLOWED = 2.5
 
 def peak_bytes(function: Callable[[], object]) -> int:
     """Most bytes that this thread's tensors took at a time during a call, beyond those that were there before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    # Without acc_events, torch 2.10 warns that it forgets what came before.
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         function()
     results = profile.profiler.kineto_results
     changes = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
