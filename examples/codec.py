@@ -14,7 +14,7 @@ WORKERS = 4
 
 generator = torch.Generator().manual_seed(0)
 # Gradients are uneven: some parts are much louder than others, and that is where the bits go.
-loudness = torch.exp(2 * torch.randn(D // 250, generator=generator)).repeat_interleave(250)
+loudness = torch.exp(torch.randn(D // 250, generator=generator)).repeat_interleave(250)
 gradients = loudness * torch.randn(WORKERS, D, generator=generator)
 exact = gradients.mean(dim=0)
 

@@ -57,7 +57,8 @@ def test_names_of_dynamiq():
 def test_the_table_names_factors_against_the_yardstick(file, capsys):
     assert main(["compare", str(file), "--codecs", "mxfp8", "bf16", "--no-time", "--limit", "5000"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].rstrip() == "5,000 coordinates, 2 repeats"
+    assert lines[0] == "5,000 coordinates, 2 repeats"
+    assert lines == [line.rstrip() for line in lines]
     cells = {line.split()[0]: line.split() for line in lines[1:] if line.split()}
     factor = float(cells["mxfp8"][4]) / float(cells["bf16"][4])
     assert float(cells["bf16"][7]) == pytest.approx(factor, rel=2e-3)
@@ -73,7 +74,7 @@ def test_the_table_names_factors_against_the_yardstick(file, capsys):
         (["--codecs", "dynamiq:40"], "must be from 1 to 9, not 40"),
         (["--codecs", "thc:4.5"], "bits of thc must be an integer"),
         (["--ranks", "4"], "ranks cannot be 4; allowed: 2 to 3"),
-        (["--schedules", "star"], "schedule cannot be 'star'"),
+        (["--schedules", "star"], "hierarchical:NODE_SIZE, hierarchical:NODE_SIZE:BETWEEN\n"),  # no function fits there
         (["--out", "rows.xlsx"], "allowed: a name that ends in .csv or .json"),
         (["--repeats", "0"], "repeats must be 1 or more"),
         (["--limit", "0"], "limit must be 1 or more"),
@@ -86,6 +87,12 @@ def test_errors_are_one_line(arguments, message, file, capsys):
     assert printed.err.startswith("error: ")
     assert message in printed.err
     assert printed.err.count("\n") == 1
+
+
+def test_a_single_gradient_is_nothing_to_average(tmp_path, capsys):
+    torch.save(torch.randn(1, 300), tmp_path / "one.pt")
+    assert main(["compare", str(tmp_path / "one.pt")]) == 2
+    assert "gradients cannot be those of a single rank; allowed: two or more" in capsys.readouterr().err
 
 
 def test_debug_shows_where_an_error_comes_from(tmp_path):

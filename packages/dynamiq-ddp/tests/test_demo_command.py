@@ -37,9 +37,11 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+LAUNCH = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dynamiq_ddp.demo")
+
+
 def test_two_ranks_end_with_the_json_line(tmp_path: Path) -> None:
-    launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dynamiq_ddp.demo")
-    done = run(*launch, "--steps", "2", "--bits", "6", "--out", "there", cwd=tmp_path)
+    done = run(*LAUNCH, "--steps", "2", "--bits", "6", "--out", "there", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     assert "loss curves: there/loss.png" in done.stderr
@@ -51,6 +53,17 @@ def test_two_ranks_end_with_the_json_line(tmp_path: Path) -> None:
     # Two ranks: each sends half of the gradient in either phase.
     assert figures["bytes_per_step"] == pytest.approx(3_281_408 * figures["bits_per_coordinate"] / 8, rel=0.02)
     assert (tmp_path / "there" / "loss.png").stat().st_size > 10_000
+
+
+def test_without_matplotlib_only_who_asks_for_a_picture_gets_an_error(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError")
+    done = run(*LAUNCH, "--steps", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert 'loss curves: not drawn, which needs matplotlib: pip install "dynamiq-ddp[plot]"' in done.stderr
+    assert not (tmp_path / "demo-output").exists()
+    asked = run("dynamiq_ddp.demo", "--out", "there", cwd=tmp_path)
+    assert asked.returncode == 2
+    assert asked.stderr == 'error: a picture needs matplotlib: pip install "dynamiq-ddp[plot]"\n'
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,12 @@ def test_files_that_cannot_be_read_are_named(name, tmp_path):
         load_gradients([tmp_path / name])
 
 
+def test_nobody_is_advised_to_let_a_file_run_code(tmp_path):
+    torch.save({"rows": ROWS, "path": tmp_path}, tmp_path / "g.pt")  # a pickled object that is no tensor
+    with pytest.raises(InputError, match=r"g\.pt cannot be read: it is no file of tensors \(UnpicklingError\)$"):
+        load_gradients([tmp_path / "g.pt"])
+
+
 def test_a_truncated_safetensors_file_is_an_error(tmp_path):
     path = tmp_path / "g.safetensors"
     save_file({"all": ROWS}, path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from torch import Tensor
@@ -60,8 +61,9 @@ def _load(path: Path) -> list[Tensor]:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # whatever an unpickler makes of bytes that are something else
-        first = next(iter(str(error).splitlines()), "")
-        reason = f"it is no file of tensors ({type(error).__name__}: {first})"
+        # Of a file that might run code, torch says how to let it.
+        said = [] if isinstance(error, UnpicklingError) else str(error).splitlines()[:1]
+        reason = f"it is no file of tensors ({': '.join([type(error).__name__, *said])})"
         raise InputError(f"{path} cannot be read: {reason}") from error
     if isinstance(held, Tensor):
         held = [held]

@@ -171,9 +171,8 @@ def _named(name: str) -> ScheduleFunction | Hierarchical | None:
 
 def _unknown(schedule: object) -> ConfigError:
     names = ", ".join([*SCHEDULES, AUTO, "hierarchical:NODE_SIZE", "hierarchical:NODE_SIZE:BETWEEN"])
-    return ConfigError(
-        f"schedule cannot be {schedule!r}; allowed: {names}, hierarchical(node_size), or a hashable function"
-    )
+    others = "" if isinstance(schedule, str) else ", hierarchical(node_size), or a hashable function"
+    return ConfigError(f"schedule cannot be {schedule!r}; allowed: {names}{others}")
 
 
 def _resolve(

@@ -86,6 +86,8 @@ def run(options: argparse.Namespace) -> output.Result:
     gradients = load_gradients(options.files, limit=options.limit).to(device)
     available, d = gradients.shape
     numbers = options.ranks or [available]
+    if available < 2:
+        raise ConfigError("gradients cannot be those of a single rank; allowed: two or more, in one file or several")
     for ranks in numbers:
         if not 2 <= ranks <= available:
             raise ConfigError(f"ranks cannot be {ranks}; allowed: 2 to {available}, for which there are gradients")

@@ -42,6 +42,7 @@ from . import output
 from .completion import FILES, complete
 
 LAUNCH = "torchrun --standalone --nproc-per-node 4 --no-python dynamiq-ddp demo"
+FOLDER = Path("demo-output")
 TIMEOUT = 300.0
 """Seconds for which a rank waits for another one."""
 
@@ -65,9 +66,8 @@ def register(commands: Any) -> argparse.ArgumentParser:
     out = parser.add_argument(
         "--out",
         type=Path,
-        default=Path("demo-output"),
         metavar="FOLDER",
-        help="where the picture goes (default: %(default)s)",
+        help=f"where the picture goes (default: {FOLDER}, if matplotlib is there to draw it)",
     )
     complete(out, FILES)
     parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
@@ -81,8 +81,10 @@ def run(options: argparse.Namespace) -> output.Result | None:
     recipe = Recipe(steps=options.steps, seed=options.seed)
     state = DynamiQState(bits=options.bits, schedule=options.schedule, backend=options.backend)
     operations(options.backend)
-    picture = options.out / "loss.png"
-    output.check_picture(picture)
+    picture = (options.out or FOLDER) / "loss.png"
+    draws = options.out is not None or output.can_draw()
+    if draws:
+        output.check_picture(picture)
     if "RANK" not in os.environ:
         raise ConfigError(f"the demo runs on several ranks; start it as {LAUNCH}")
     _initialize()
@@ -93,13 +95,15 @@ def run(options: argparse.Namespace) -> output.Result | None:
     if report is None:
         return None
     lines = (output.render(report.table()), output.to_json(report.figures()))
-    return output.Result(report.figures(), "\n".join(lines), [partial(draw, report, picture)])
+    return output.Result(report.figures(), "\n".join(lines), [partial(draw, report, picture if draws else None)])
 
 
-def draw(report: Report, picture: Path) -> None:
-    """Draw the loss curves, and say so once they are there."""
-    report.plot(picture)
-    print(f"loss curves: {picture}", file=sys.stderr)
+def draw(report: Report, picture: Path | None) -> None:
+    """Draw the loss curves, and say so once they are there, or why they are not."""
+    if picture is not None:
+        report.plot(picture)
+    where = picture or f"not drawn, which needs {output.MATPLOTLIB}"
+    print(f"loss curves: {where}", file=sys.stderr)
 
 
 def compare(state: DynamiQState, recipe: Recipe) -> Report | None:

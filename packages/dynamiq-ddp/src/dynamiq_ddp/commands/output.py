@@ -24,6 +24,7 @@ from dynamiq_transport import Link
 Record = Mapping[str, Any]
 
 FORMATS = (".csv", ".json")
+MATPLOTLIB = 'matplotlib: pip install "dynamiq-ddp[plot]"'
 
 
 class Result(NamedTuple):
@@ -60,6 +61,15 @@ def check(options: argparse.Namespace) -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
 
 
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    try:
+        import matplotlib as matplotlib
+    except ImportError:
+        return False
+    return True
+
+
 def check_picture(path: Path) -> None:
     """The same for a picture.
 
@@ -67,10 +77,10 @@ def check_picture(path: Path) -> None:
         ConfigError: matplotlib is not installed, or cannot draw such a file.
         OSError: its folder cannot be made.
     """
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise ConfigError('a picture needs matplotlib: pip install "dynamiq-ddp[plot]"') from error
+    if not can_draw():
+        raise ConfigError(f"a picture needs {MATPLOTLIB}")
+    from matplotlib.backend_bases import FigureCanvasBase
+
     formats = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:] not in formats:
         raise ConfigError(f"plot cannot be {str(path)!r}; allowed: a name that ends in .{', .'.join(sorted(formats))}")
@@ -132,14 +142,14 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
 
 
 def render(renderable: RenderableType) -> str:
-    """As it looks on standard output, without a line's end at the end."""
+    """As it looks on standard output, without blanks at the ends of lines and a line's end at the end."""
     console = Console()
     # Into a file or a pipe whole lines go, whatever the width of a terminal.
     width = console.width if console.is_terminal else max(console.width, 160)
     console = Console(width=width, highlight=False)
     with console.capture() as captured:
         console.print(renderable)
-    return captured.get().rstrip("\n")
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 @contextmanager
