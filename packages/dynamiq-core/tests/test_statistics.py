@@ -47,6 +47,20 @@ def test_any_magnitude(magnitude: float, normal) -> None:
     assert (statistics(x)[:, 1] > 0.5 * magnitude).all()
 
 
+def test_roots_beside_the_middle_between_two_bfloat16() -> None:
+    """Sums of squares one unit from where the root is such a middle: one bit of a float32 decides, on every machine."""
+    sums = [(16 * m + 8) ** 2 + unit for m in range(128, 256) for unit in (-1, 0, 1)]
+    rows = []
+    for total in sums:
+        row: list[int] = []
+        while (left := total - sum(entry**2 for entry in row)) > 0:
+            row.append(min(2047, math.isqrt(left)))
+        rows.append(row + [0] * (256 - len(row)))
+    roots = torch.tensor([math.sqrt(total / 256) / 1024 for total in sums], dtype=torch.float64)
+    got = statistics(torch.tensor(rows, dtype=torch.float32).flatten() / 1024)[:, 1]
+    assert torch.equal(got, roots.to(torch.float32).to(torch.bfloat16))
+
+
 def test_heavy_tails_and_constants(normal) -> None:
     x = normal(0, 4096)
     x[:2048] = x[:2048] ** 5

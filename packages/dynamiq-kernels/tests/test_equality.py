@@ -5,12 +5,13 @@ Outputs are poisoned before every operation, so that a byte or a coordinate that
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from dynamiq_core import CodecConfig, DynamiQ
+from dynamiq_core import CodecConfig, DynamiQ, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 2, 7, 255, 256, 257, 1000, 4097, 70001]
@@ -99,6 +100,19 @@ def test_zeros(subject, gradient, scales, rounding):
         x[64:80] *= 1e-38  # a group too small to have a reciprocal
         x[100:111] = 0.0
     subject.check_step(config, gradients)
+
+
+def test_roots_beside_the_middle_between_two_bfloat16(subject):
+    """Of random gradients one root in a hundred thousand lies there, where the last bit of a float32 decides."""
+    rows = []
+    for total in ((16 * m + 8) ** 2 + unit for m in range(128, 256, 4) for unit in (-1, 1)):
+        row = []
+        while (left := total - sum(entry**2 for entry in row)) > 0:
+            row.append(min(2047, math.isqrt(left)))
+        rows.append(row + [0] * (256 - len(row)))
+    x = torch.tensor(rows, dtype=torch.float32).flatten() / 1024
+    found = subject.operations.statistics(x.to(subject.device)).cpu()
+    assert torch.equal(found.view(torch.int16), reference.statistics(x).view(torch.int16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
