@@ -103,7 +103,7 @@ def test_zeros(subject, gradient, scales, rounding):
 
 
 def test_roots_beside_the_middle_between_two_bfloat16(subject):
-    """Of random gradients one root in a hundred thousand lies there, where the last bit of a float32 decides."""
+    """There the last bit of a float32 decides, which happens to a few super-groups in a million."""
     rows = []
     for total in ((16 * m + 8) ** 2 + unit for m in range(128, 256, 4) for unit in (-1, 1)):
         row = []
