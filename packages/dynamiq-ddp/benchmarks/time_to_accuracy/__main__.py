@@ -140,6 +140,11 @@ def main() -> None:
     except DynamiQError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the end of the interpreter: a thread of torch that comes back from a collective meanwhile, to let go of a
+    # tensor, takes the process down ("terminate called without an active exception"). Everything is written by now.
+    os._exit(0)
 
 
 if __name__ == "__main__":
