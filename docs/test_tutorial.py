@@ -28,8 +28,14 @@ for command in commands:
     runpy.run_path(script, run_name="__main__")
     if os.environ["RANK"] == "0":
         print("{SEPARATOR}")
+sys.stdout.flush()
+os._exit(0)
 """
-"""What every rank does: all commands in one process, since to import torch takes longer than a run."""
+"""What every rank does: all commands in one process, since to import torch takes longer than a run.
+
+It leaves without the end of the interpreter, which a thread of torch that lets go of a tensor meanwhile would turn into
+an abort of the process.
+"""
 
 
 def free_ports(count: int) -> list[int]:
