@@ -34,7 +34,7 @@ def test_figures_are_committed(drawn: tuple[Path, list[tuple[str, ...]]]) -> Non
     for path in folder.iterdir():
         new, old = (outlines(each) for each in (path, DOCS / "images" / path.name))
         assert len(new) == len(old) > 100, path.name
-        # What other random numbers move is a few points of a hundred, and the height of a step of the drawing more.
+        # Another CPU's rounding moves few of the points by more than the width of a line.
         moved = sum(abs(a - b) > 3 for a, b in zip(new, old, strict=True))
         assert moved < 0.02 * len(new), path.name
 

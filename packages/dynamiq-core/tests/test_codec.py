@@ -153,16 +153,19 @@ def test_any_magnitude(magnitude: float, codec: DynamiQ, ring, normal) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numel", "own"),
-    [(24_000, 1e-3), (6000, 4e-3)],  # of eight super-groups, the others' least widths leave it 6 bits instead of 8
+    ("numel", "own", "rest"),
+    # In a chunk of eight super-groups, the others' least widths leave it 6 bits instead of 8, and they have few more.
+    [(24_000, 1e-3, 0.1), (6000, 4e-3, 0.3)],
 )
-def test_one_outlier_harms_only_its_own_super_group(codec: DynamiQ, numel: int, own: float, ring, normal) -> None:
+def test_one_outlier_harms_only_its_own_super_group(
+    codec: DynamiQ, numel: int, own: float, rest: float, ring, normal
+) -> None:
     gradients = list(normal(0, 3, numel))
     gradients[1][1300] = 1e6
     reduced, exact = ring(gradients, codec), exact_mean(gradients)
     assert vnmse(reduced.mean, exact) < own
     others = torch.arange(numel) // 256 != 1300 // 256
-    assert vnmse(reduced.mean[others], exact[others]) < 0.3  # the budget of the others is what it was
+    assert vnmse(reduced.mean[others], exact[others]) < rest  # the budget of the others is what it was
 
 
 def test_differing_ranks(codec: DynamiQ, all_reduce, normal) -> None:

@@ -10,13 +10,10 @@ counts. Below a table stands when, and with which code, its rows were measured.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from time_to_accuracy.records import markdown, measured
+from time_to_accuracy.records import make_tables, markdown, measured
 
 from dynamiq_ddp.commands.compare import YARDSTICK
 
@@ -138,20 +135,5 @@ def tables(lines: Sequence[Line]) -> Iterator[tuple[str, str]]:
                 yield f"{name}-ablation-{budget:g}-bits", ablation(ring, timed)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="+", help="what --out named, in the order of its measurements")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the tables")
-    options = parser.parse_args()
-    lines = [json.loads(line) for path in options.files for line in path.read_text().splitlines()]
-    written = dict(tables(lines))
-    if not written:
-        parser.error("there is nothing to report: no line is of all coordinates, and none has a time")
-    options.out.mkdir(parents=True, exist_ok=True)
-    for name, text in written.items():
-        options.out.joinpath(f"{name}.md").write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    make_tables(__doc__, tables)

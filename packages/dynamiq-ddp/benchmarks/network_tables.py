@@ -10,13 +10,10 @@ with which code, its rows were measured.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from time_to_accuracy.records import markdown, measured
+from time_to_accuracy.records import make_tables, markdown, measured
 
 Line = dict[str, Any]
 
@@ -66,17 +63,5 @@ def tables(lines: Iterable[Line]) -> Iterator[tuple[str, str]]:
         yield name, make(rows) + "\n" + measured((line["date"], line["commit"]) for line in rows)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="+", help="what --out named, in the order of its measurements")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the tables")
-    options = parser.parse_args()
-    lines = [json.loads(line) for path in options.files for line in path.read_text().splitlines()]
-    options.out.mkdir(parents=True, exist_ok=True)
-    for name, text in tables(lines):
-        options.out.joinpath(f"{name}.md").write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    make_tables(__doc__, tables)

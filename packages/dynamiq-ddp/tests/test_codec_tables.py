@@ -231,8 +231,9 @@ def test_tables_of_the_network(program: Callable[..., Any], tmp_path: Path) -> N
     }
 
 
-def test_nothing_to_report(program: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["codec_tables.py", "network_tables.py"])
+def test_nothing_to_report(name: str, program: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").touch()
-    status, _, err = program("codec_tables.py", tmp_path / "none.jsonl", "--out", tmp_path)
+    status, _, err = program(name, tmp_path / "none.jsonl", "--out", tmp_path)
     assert status == 2
-    assert "there is nothing to report: no line is of all coordinates, and none has a time" in err
+    assert "there is nothing to report: no line belongs into a table" in err

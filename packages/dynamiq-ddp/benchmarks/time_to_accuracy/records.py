@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,3 +59,17 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def make_tables(description: str, tables: Callable[[list[dict[str, Any]]], Iterable[tuple[str, str]]]) -> None:
+    """The command line of a program that makes tables, names and texts, of the lines in files of results."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+", help="what --out named, in the order of its measurements")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the tables")
+    options = parser.parse_args()
+    written = dict(tables([json.loads(line) for path in options.files for line in path.read_text().splitlines()]))
+    if not written:
+        parser.error("there is nothing to report: no line belongs into a table")
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name, text in written.items():
+        options.out.joinpath(f"{name}.md").write_text(text)
