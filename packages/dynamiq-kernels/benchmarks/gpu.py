@@ -23,11 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynamiq_core import CodecConfig, DynamiQ, DynamiQPlan, Received
+from dynamiq_core import CodecConfig, DynamiQ, DynamiQPlan, Received, reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = (2.0, 4.0, 5.0, 8.0)
 WORKERS = 4
+BUCKET = 25 * 2**18
+"""float32 coordinates of a bucket of DDP, unless one is told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -186,10 +188,23 @@ def calls(codec: DynamiQ, x: Tensor, total: Tensor) -> dict[str, tuple[Callable[
     }
 
 
+def plans(operations: Any, setting: Setting) -> Iterator[dict[str, Any]]:
+    """Seconds and bytes of a plan, by kernels and by torch's operations, for a bucket of DDP and a large tensor."""
+    for numel in sorted({min(BUCKET, setting.numel), setting.numel}):
+        x = gradient(numel, 0, torch.bfloat16, setting.device)
+        statistics = operations.statistics(x)
+        moved = len(statistics) * (4 + 4 + 16 + 8 + 8)  # statistics, means, rows, energies and errors
+        for name, backend in (("plan", operations), ("torch plan", reference)):
+            codec = DynamiQ(CodecConfig(), operations=backend)
+            call = partial(codec.plan, statistics, numel, device=x.device, workers=WORKERS, chunks=WORKERS)
+            yield {"operation": name, "numel": numel, "seconds": seconds(call, setting), "bytes": moved}
+
+
 def measurements(operations: Any, setting: Setting) -> Iterator[dict[str, Any]]:
-    """Seconds and bytes of every operation for every dtype and budget, the copy first."""
+    """Seconds and bytes of every operation for every dtype and budget, the copy and the plan first."""
     numel, device = setting.numel, setting.device
     yield {"operation": "copy", "seconds": copy_time(setting), "bytes": 8 * numel}
+    yield from plans(operations, setting)
     total = torch.zeros(numel, device=device)
     for dtype in DTYPES:
         x = gradient(numel, 0, dtype, device)
@@ -233,7 +248,7 @@ def main() -> None:
         figures.append(row | {"gigabytes_per_second": rate, "of_copy": rate / copy})
         print(
             f"{row['operation']:12}{row.get('dtype', 'float32'):10}{row.get('bits', ''):>5}{row['seconds'] * 1e3:10.3f}"
-            f"{rate:9.1f}{rate / copy:9.2f}{setting.numel / row['seconds'] / 1e9:10.2f}",
+            f"{rate:9.1f}{rate / copy:9.2f}{row.get('numel', setting.numel) / row['seconds'] / 1e9:10.2f}",
             flush=True,
         )
     if arguments.json:

@@ -31,16 +31,23 @@ KERNELS: dict[str, dict[str, Any]] = {
     "finish bf16": {"kernel": "finish", "dtype": "bf16"},
     "statistics fp32": {"kernel": "statistics", "dtype": "fp32"},
 }
+"""What goes through a gradient."""
+
+PLAN: dict[str, dict[str, Any]] = {
+    f"plan, {name}": {"kernel": name, "module": "plan", "dtype": "fp32", "SG": 1 if name == "rungs" else 256}
+    for name in ("energies", "relative", "rungs", "keys", "rows")
+}
+"""What makes a plan; of the size of the statistics."""
 
 
-def compiled(kernel: str, dtype: str, target: str, **options: Any) -> dict[str, Any]:
+def compiled(kernel: str, dtype: str, target: str, module: str | None = None, **options: Any) -> dict[str, Any]:
     """What the compiler makes of a kernel for a target: assembly as text, machine code as bytes."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = getattr(importlib.import_module(f"dynamiq_kernels.triton.{kernel}"), f"{kernel}_kernel")
-    constants = {"TAIL": 1, "RECEIVED": 1, "SG": 4, **DEFAULT, **options}
+    function = getattr(importlib.import_module(f"dynamiq_kernels.triton.{module or kernel}"), f"{kernel}_kernel")
+    constants = {"TAIL": 1, "RECEIVED": 1, "SG": 4, "SUBTRACT": True, "DROP": True, **DEFAULT, **options}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     messages = constants.get("RECEIVED", 1)
     vector = f"*{dtype}"
@@ -54,6 +61,11 @@ def compiled(kernel: str, dtype: str, target: str, **options: Any) -> dict[str, 
         "message": "*u8",
         "messages": ("*u8",) * messages,
         "slots": ("i32",) * messages,
+        **dict.fromkeys(("mean", "relative", "falling", "gains"), "*fp32"),
+        **dict.fromkeys(("residual", "energies", "errors", "shares"), "*fp64"),
+        **dict.fromkeys(("keys", "rungs", "rises"), "*i32"),
+        **dict.fromkeys(("largest", "sizes", "prices", "order"), "*i64"),
+        "statistics": "*i16",
     }
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
     aligned = {"x", "rows", "table", "ratios", "total"} | ({"out"} - {"out" if kernel == "hop" else ""})
@@ -151,7 +163,7 @@ def amd_report(assembly: dict[str, Any]) -> dict[str, Any]:
 
 def report(name: str, target: str, folder: Path) -> dict[str, Any]:
     """The report of one kernel on one target."""
-    assembly = compiled(target=target, **KERNELS[name])
+    assembly = compiled(target=target, **(KERNELS | PLAN)[name])
     figures = amd_report(assembly) if target == "gfx942" else nvidia_report(assembly, folder / "kernel.cubin")
     return {"name": name, "target": target, **figures}
 
@@ -172,7 +184,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], d
     return {(row["name"], row["target"]): row for row in rows}
 
 
-EVERY = [(name, target) for name in KERNELS for target in TARGETS]
+EVERY = [(name, target) for name in KERNELS | PLAN for target in TARGETS]
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Launching without a GPU: what a launch is compiled for, seen with a driver that only names a device.
 
 Run as a program, this file launches every kernel for several sizes, keys, steps and slots, and prints how many programs
-came out of it.
+came out of it, and what a plan takes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynamiq_core import CodecConfig, DynamiQ, Received
+
+KERNELS = ["statistics", "hop", "accumulate", "finish"]
+OF_A_PLAN = ["energies", "relative", "rungs", "keys", "rows"]
+ALLOCATIONS = ("empty", "select", "unbind", "view", "detach")
+"""Operations of torch that start nothing on a device."""
 
 
 class Driver:
@@ -34,45 +40,74 @@ class Driver:
         return 0
 
 
-def programs() -> dict[str, int]:
-    """How many programs every kernel was compiled to."""
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Takes down torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def programs() -> dict[str, Any]:
+    """How many programs every kernel was compiled to, and what torch and Triton start on a device for a plan."""
     import triton
 
     triton.runtime.driver.set_active(Driver())
     from dynamiq_kernels import triton as kernels
 
     made: dict[str, set[str]] = {}
+    launched: list[str] = []
 
-    def compile_only(kernel: Any, count: int, device: torch.device, /, **arguments: Any) -> None:
-        options = {"SG": 4, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
-        made.setdefault(kernel.fn.__name__, set()).add(kernel.warmup(grid=(4,), **arguments, **options).hash)
+    def compile_only(kernel: Any, count: int, device: torch.device, /, *, at_a_time: int = 4, **arguments: Any) -> None:
+        options = {"SG": at_a_time, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+        launched.append(kernel.fn.__name__)
+        made.setdefault(launched[-1], set()).add(kernel.warmup(grid=(4,), **arguments, **options).hash)
 
-    for name in ("statistics", "hop", "accumulate", "finish"):
+    for name in (*KERNELS, "plan"):
         module = importlib.import_module(f"dynamiq_kernels.triton.{name}")
         module.launch, module.check = compile_only, lambda *tensors: None  # type: ignore[attr-defined]
 
     cases = [(1, 0, 0, (0, 1)), (3, 16, 1, (1, 16)), (7, 2**64 - 16, 48, (16, 1)), (16, 5, 2**32 - 16, (2, 3))]
     for blocks, seed, step, (sender, slot) in cases:
-        config, x = CodecConfig(seed=seed), torch.ones(4096 * blocks)
+        config, x = CodecConfig(seed=seed), torch.ones(4096 * blocks + blocks // 2 * 256)
         reference, codec = DynamiQ(config), DynamiQ(config, operations=kernels)
         codec.statistics(x)
-        plan = reference.plan(reference.statistics(x), x.numel(), device=x.device, workers=17, chunks=2, step=step)
+        statistics = reference.statistics(x)
+        for _ in range(2):  # first with tables, which are kept
+            launched.clear()
+            with Operations() as taken:
+                codec.plan(statistics, x.numel(), device=x.device, workers=blocks + 15, chunks=blocks, step=step)
+        started = launched + [name for name in taken.names if not name.startswith(ALLOCATIONS)]
+        plan = reference.plan(statistics, x.numel(), device=x.device, workers=17, chunks=2, step=step)
         message = reference.compress(x, plan, chunk=1, slot=sender)
         received = [Received(message, sender)]
         codec.decompress_accumulate_recompress(received, x, plan, chunk=1, slot=slot)
         codec.decompress(message, plan, chunk=1, slot=sender, out=torch.empty_like(x))
         codec.decompress_accumulate(message, x.clone(), plan, chunk=1, slot=sender)
-    return {name: len(hashes) for name, hashes in made.items()}
+    return {"programs": {name: len(hashes) for name, hashes in made.items()}, "started for a plan": started}
 
 
-def test_no_kernel_is_compiled_for_the_value_of_a_size_a_key_a_step_or_a_slot() -> None:
+@pytest.fixture(scope="module")
+def found() -> Any:
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == dict.fromkeys(
-        ("statistics_kernel", "hop_kernel", "accumulate_kernel", "finish_kernel"), 1
-    )
+    return json.loads(run.stdout)
+
+
+def test_no_kernel_is_compiled_for_the_value_of_a_size_a_key_a_step_or_a_slot(found) -> None:
+    assert found["programs"] == dict.fromkeys((f"{name}_kernel" for name in (*KERNELS, *OF_A_PLAN)), 1)
+
+
+def test_a_plan_starts_eight_things_on_a_device(found) -> None:
+    """Where the reference starts about a hundred and sixty, each at the cost of a launch."""
+    kernels = [f"{name}_kernel" for name in OF_A_PLAN]
+    assert sorted(found["started for a plan"]) == sorted([*kernels, "zeros", "sort", "sort"])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,6 +111,35 @@ class DynamiQPlan:
         return (self.errors * torch.where(known, 1 + (growth - 1) * r, 1 + (n - 1) * others)).sum()
 
 
+class PlanTerms(NamedTuple):
+    """What the plans of all tensors of one size have in common: it does not depend on what is in them."""
+
+    sizes: tuple[int, ...]
+    """Bytes of each chunk's message."""
+    lengths: tuple[int, ...]
+    """Super-groups of each chunk."""
+    lowest: int
+    """Width before the first step."""
+    base: int
+    """Bytes of a super-group of that width."""
+    steps: tuple[Step, ...]
+    """What widens super-groups from there on, by falling gain per byte."""
+    errors: tuple[float, ...]
+    """Squared error of a finished sum relative to the energies that went in, for widths 0 to 8."""
+
+
+@lru_cache(maxsize=256)
+def plan_terms(config: CodecConfig, numel: int, chunks: int, gain: float) -> PlanTerms:
+    """The terms of plans; arguments as in `dynamiq_core.protocol.Codec.plan`.
+
+    Raises:
+        InputError: d is outside what a message can describe.
+    """
+    sizes, lengths = wire.message_sizes(config, numel, chunks), wire.chunk_lengths(numel, chunks)
+    lowest, steps = _ladder(config, sizes, lengths, gain)
+    return PlanTerms(sizes, lengths, lowest, cost(lowest, config), steps, chained_errors(config, gain))
+
+
 def subtracted_mean(mean: Tensor, energy: Tensor, count: Tensor, *, workers: int, config: CodecConfig) -> Tensor:
     """The mean that every worker subtracts: float32 [M].
 
@@ -141,7 +172,7 @@ def make_plan(
     Raises:
         InputError: d is outside what a message can describe.
     """
-    sizes, lengths = wire.message_sizes(config, numel, chunks), wire.chunk_lengths(numel, chunks)
+    sizes, lengths, lowest, base, steps, errors = plan_terms(config, numel, chunks, gain)
     device = statistics.device
     count = counts(numel, device)
     energy = statistics[:, 1].to(torch.float64).square() * count
@@ -160,15 +191,14 @@ def make_plan(
     present = index >= 0
     entries = torch.where(present, relative[index], 0.0)
     sent = entries > 0 if config.widths[0] == 0 else present
-    lowest, steps = ladder(config, sizes, lengths, gain)
-    capacities = constant(sizes, torch.int64, device) - cost(lowest, config) * sent.sum(dim=1)
+    capacities = constant(sizes, torch.int64, device) - base * sent.sum(dim=1)
     width = torch.where(sent, allocate(entries, capacities, steps, lowest), 0)
     index, width = _in_order(index, width)
     present = index >= 0
 
     planes = width.cumsum(dim=1) * PLANE
     nonzero = (width > 0).sum(dim=1)
-    errors = constant(chained_errors(config, gain), torch.float64, device)
+    share = constant(errors, torch.float64, device)
     energies = torch.where(present, residual[index], 0.0)
     offset = (planes - width * PLANE).to(torch.int32)
     subtracted = torch.where(present, mean[index], 0.0).view(torch.int32)
@@ -184,11 +214,11 @@ def make_plan(
         scales_at=planes[:, -1].to(torch.int32),
         nonzero=nonzero.to(torch.int32),
         energies=energies,
-        errors=energies * errors[width],
+        errors=energies * share[width],
     )
 
 
-def ladder(
+def _ladder(
     config: CodecConfig, sizes: Sequence[int], lengths: Sequence[int], gain: float
 ) -> tuple[int, tuple[Step, ...]]:
     """The lowest width and the steps above it: from the highest of the floors up that all messages can afford.

@@ -72,7 +72,8 @@ def run(rank: int, join: Callable[[tuple[int, ...]], Transport]) -> None:
             _, first = place(rank, division)
             assert transport.rank == rank - first
             result = {"size": transport.size, "rank": transport.rank, "digests": digests(transport)}
-        os.write(1, (json.dumps(result) + "\n").encode())  # in one piece, since the ranks share the pipe
+        # In one piece, since the ranks share the pipe, and on a line that Gloo has not begun.
+        os.write(1, f"\n{json.dumps(result)}\n".encode())
 
 
 def main() -> None:

@@ -178,7 +178,8 @@ def run_rank(rank: int, port: int, timeout: float, fault: str) -> None:
     result["left_behind"] = [now - had for now, had in zip(after, before, strict=True)]
     survivors = [other for other in range(SIZE) if other != VICTIM]
     result["goes_on"] = whole_life(store, "second", survivors.index(rank), len(survivors))
-    os.write(1, (json.dumps(result) + "\n").encode())  # in one piece, since the ranks share the pipe
+    # In one piece, since the ranks share the pipe, and on a line that Gloo has not begun.
+    os.write(1, f"\n{json.dumps(result)}\n".encode())
 
 
 def leave(rank: int, port: int, name: str) -> None:

@@ -1,6 +1,7 @@
 """The plan in a few sweeps over the statistics: equal to `dynamiq_core.plan`, which says why it is made so.
 
-Torch needs a hundred and sixty operations for it, each of which costs more than its work on as few numbers as these.
+Torch needs about a hundred and sixty operations for it, each of which costs more than its work on as few numbers as
+these.
 
 Shapes: d coordinates, M super-groups, C chunks, K super-groups in the longest chunk, T steps of the hull.
 """
@@ -14,11 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynamiq_core import wire
-from dynamiq_core.allocation import chained_errors, cost
 from dynamiq_core.config import MAX_WIDTH, SUPER_GROUP, CodecConfig
 from dynamiq_core.packing import PLANE
-from dynamiq_core.plan import MEAN_SHARE, RESIDUAL_SHARE, DynamiQPlan, ladder
+from dynamiq_core.plan import MEAN_SHARE, RESIDUAL_SHARE, DynamiQPlan, PlanTerms, plan_terms
 from dynamiq_core.rounding import Key
 from dynamiq_kernels.numba.compiling import device, kernel
 from dynamiq_kernels.numba.floats import from_bfloat16
@@ -232,36 +231,34 @@ def _plan(statistics: Any, terms: Any, tables: Any) -> None:
 class Common(NamedTuple):
     """What the plans of all tensors of one size have in common, and the arrays that ``terms`` holds addresses of."""
 
-    sizes: tuple[int, ...]
-    lengths: tuple[int, ...]
+    plan: PlanTerms
     terms: Terms
     tables: tuple[Any, ...]  # NumPy's, so that what is kept does not look like a tensor that was left behind
 
 
 @lru_cache(maxsize=256)
 def _common(config: CodecConfig, numel: int, workers: int, chunks: int, gain: float) -> Common:
-    sizes, lengths = wire.message_sizes(config, numel, chunks), wire.chunk_lengths(numel, chunks)
-    lowest, steps = ladder(config, sizes, lengths, gain)
-    capacities = np.array(sizes, np.int64)
-    gains = np.array([step.gain for step in steps], np.float32)
-    prices = np.array([step.bytes for step in steps], np.int64)
-    widths = np.array([lowest, *(step.width for step in steps)], np.int64)
-    errors = np.array(chained_errors(config, gain), np.float64)
+    plan = plan_terms(config, numel, chunks, gain)
+    sizes = np.array(plan.sizes, np.int64)
+    gains = np.array([step.gain for step in plan.steps], np.float32)
+    prices = np.array([step.bytes for step in plan.steps], np.int64)
+    widths = np.array([plan.lowest, *(step.width for step in plan.steps)], np.int64)
+    errors = np.array(plan.errors, np.float64)
     terms = Terms(
         numel=numel,
         workers=workers,
         chunks=chunks,
         subtract_mean=config.subtract_mean,
         drop_empty=config.widths[0] == 0,
-        sizes=capacities.ctypes.data,
-        base=cost(lowest, config),
-        steps=len(steps),
+        sizes=sizes.ctypes.data,
+        base=plan.base,
+        steps=len(plan.steps),
         gains=gains.ctypes.data,
         prices=prices.ctypes.data,
         widths=widths.ctypes.data,
         errors=errors.ctypes.data,
     )
-    return Common(sizes, lengths, terms, (capacities, gains, prices, widths, errors))
+    return Common(plan, terms, (sizes, gains, prices, widths, errors))
 
 
 def make_plan(
@@ -270,7 +267,7 @@ def make_plan(
     """The plan; see `dynamiq_core.plan.make_plan`."""
     common = _common(config, numel, workers, chunks, gain)
     statistics = statistics.contiguous()
-    longest = common.lengths[0]
+    longest = common.plan.lengths[0]
     mean = torch.empty(len(statistics), dtype=torch.float32)
     rows = torch.empty(chunks, longest, 4, dtype=torch.int32)
     scales_at, nonzero = torch.empty(2, chunks, dtype=torch.int32)
@@ -282,8 +279,8 @@ def make_plan(
         key=key,
         workers=workers,
         numel=numel,
-        sizes=common.sizes,
-        lengths=common.lengths,
+        sizes=common.plan.sizes,
+        lengths=common.plan.lengths,
         mean=mean,
         rows=rows,
         scales_at=scales_at,

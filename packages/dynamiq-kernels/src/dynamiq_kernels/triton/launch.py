@@ -28,6 +28,9 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 SUPER_GROUPS = 32 if INTERPRETED else 4
 """Super-groups that a program works on at a time."""
 
+WARPS = 4
+"""Warps of 32 lanes of a program."""
+
 PROGRAMS_PER_PROCESSOR = 16
 """More than fit at once, so that the last ones to start fill the gaps."""
 
@@ -123,14 +126,24 @@ def check(tensors: Iterable[Tensor], messages: Iterable[Tensor] = ()) -> None:
             raise InputError("a message must start at an even address")
 
 
-def launch(kernel: Any, count: int, device: torch.device, /, **arguments: Any) -> None:
-    """Run a kernel over ``count`` super-groups on the current stream of a device."""
-    grid = max(min(-(-count // SUPER_GROUPS), programs(device)), 1)
+def launch(
+    kernel: Any, count: int, device: torch.device, /, *, at_a_time: int = SUPER_GROUPS, **arguments: Any
+) -> None:
+    """Run a kernel over ``count`` super-groups on the current stream of a device.
+
+    Args:
+        kernel: what to run.
+        count: super-groups.
+        device: where.
+        at_a_time: super-groups that a program works on at a time.
+        arguments: of the kernel.
+    """
+    grid = max(min(-(-count // at_a_time), programs(device)), 1)
     with settings(device):
         kernel[(grid,)](
             **arguments,
-            SG=SUPER_GROUPS,
-            num_warps=SUPER_GROUPS * 32 // warp_size(),
+            SG=at_a_time,
+            num_warps=WARPS * 32 // warp_size(),
             num_stages=1,
             # Bits are equal only if no product is fused with an addition that the reference rounds separately.
             enable_fp_fusion=False,
