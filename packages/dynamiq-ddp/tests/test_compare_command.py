@@ -75,6 +75,7 @@ def test_the_table_names_factors_against_the_yardstick(file, capsys):
         (["--codecs", "thc:4.5"], "bits of thc must be an integer"),
         (["--ranks", "4"], "ranks cannot be 4; allowed: 2 to 3"),
         (["--schedules", "star"], "hierarchical:NODE_SIZE, hierarchical:NODE_SIZE:BETWEEN\n"),  # no function fits there
+        (["--schedules", "ring", "auto"], "schedules cannot be 'auto', which measures a network"),
         (["--out", "rows.xlsx"], "allowed: a name that ends in .csv or .json"),
         (["--repeats", "0"], "repeats must be 1 or more"),
         (["--limit", "0"], "limit must be 1 or more"),

@@ -33,7 +33,7 @@ from dynamiq_core import ConfigError
 from dynamiq_ddp.comparison import Row, compare
 from dynamiq_ddp.gradient_files import load_gradients
 from dynamiq_ddp.pictures import OURS, PLAIN, STYLE
-from dynamiq_ddp.route import SCHEDULES
+from dynamiq_ddp.route import AUTO, SCHEDULES
 
 from . import codecs, output
 from .completion import FILES, complete
@@ -91,6 +91,8 @@ def run(options: argparse.Namespace) -> output.Result:
     for ranks in numbers:
         if not 2 <= ranks <= available:
             raise ConfigError(f"ranks cannot be {ranks}; allowed: 2 to {available}, for which there are gradients")
+    if AUTO in options.schedules:
+        raise ConfigError(f"schedules cannot be {AUTO!r}, which measures a network, and there is none between threads")
     chosen = codecs.make_all(options.codecs, device)
     rows = [
         row
