@@ -16,6 +16,7 @@ from torch import nn
 from dynamiq_core import CodecConfig, ConfigError, DynamiQ, InputError
 from dynamiq_core.baselines import BF16
 from dynamiq_ddp import CommunicationError, ConfigMismatchError, DynamiQState, simulate
+from dynamiq_ddp.quality import Quality
 from dynamiq_transport import LocalTransport, ring
 
 
@@ -150,6 +151,29 @@ def test_the_codecs_own_expectation_and_a_measurement(states):
     assert sum(stats.widths.values()) == pytest.approx(1)
     assert 2 <= sum(width * share for width, share in stats.widths.items()) <= 5
     assert stats.bytes_measurement == 2 * 38_000 * 4 * 3 // 2 + 2 * 2 * 6 * 16  # two steps, exact, with headers
+
+
+def test_the_error_is_foreseen_in_the_first_compressed_step_and_in_every_eighth_from_there(states, monkeypatch):
+    """And in those that are measured, with which it is compared."""
+    seen = []
+    expect = Quality.expect
+
+    def note(self, plan, mean, route):
+        seen.append(plan.key.step)
+        expect(self, plan, mean, route)
+
+    monkeypatch.setattr(Quality, "expect", note)
+
+    def work(state, rank):
+        for _ in range(21):
+            step(state, [torch.randn(5000) for _ in range(3)])
+        return state.stats().predicted_vnmse
+
+    for measure_every, measured in ((0, ()), (15, (15,))):
+        seen.clear()
+        expected = states(2, work, codec=None, warmup_steps=3, measure_every=measure_every)
+        assert sorted(seen) == sorted(2 * 3 * [3, 11, 19, *measured])
+        assert all(1e-4 < each < 1e-2 for each in expected)
 
 
 def test_a_codec_that_expects_nothing(states):

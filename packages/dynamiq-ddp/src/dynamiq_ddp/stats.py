@@ -35,9 +35,9 @@ class Stats:
         seconds_exposed: for which the end of the backward pass had to wait. On CUDA the host does not, and it is 0.
         seconds_hidden: of work that the lanes had done by then, beside the backward pass; likewise. The lanes work at
             the same time, and their seconds are added up.
-        predicted_vnmse: squared error of all means so far, as the codec expects it, relative to their squared norm;
-            None where it says nothing. What the ranks' gradients have in common, which makes partial sums and errors
-            larger, it takes from the means that came out.
+        predicted_vnmse: squared error of the means, as the codec expects it, relative to their squared norm, over every
+            eighth step and those that are measured; None where it says nothing. What the ranks' gradients have in
+            common, which makes partial sums and errors larger, it takes from the means that came out.
         measured_vnmse: the same in the last step that was measured, against the exact mean; None before that.
         widths: share of the super-groups that had each bit width in that step; empty for other codecs.
         backend: what carries out the codec's operations.
