@@ -65,9 +65,9 @@ def test_an_interrupt_while_enqueueing_is_raised_and_stops_the_lanes():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        lanes.begin(0, interrupt, torch.device("cuda", 0))
+        lanes.begin(0, interrupt, torch.ones(3, device="cuda"))
     with pytest.raises(RuntimeError, match="stopped by KeyboardInterrupt"):
-        lanes.begin(1, interrupt, torch.device("cuda", 0))
+        lanes.begin(1, interrupt, torch.ones(3, device="cuda"))
     lanes.close()
 
 

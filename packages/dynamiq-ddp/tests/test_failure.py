@@ -211,13 +211,13 @@ def test_a_complaint_is_not_hidden_by_what_another_lane_has_lost():
         lost = TransportError("rank 0 lost peer 2", (2,))
         raise CommunicationError(str(lost), lost.peers, step=3, bucket=1) from lost
 
-    _, first = lanes.begin(0, complain, torch.device("cpu"))
+    _, first = lanes.begin(0, complain, torch.ones(3))
     assert begun.wait(30.0)  # after an error, what has not begun is not begun any more
-    _, second = lanes.begin(1, lose, torch.device("cpu"))
+    _, second = lanes.begin(1, lose, torch.ones(3))
     assert second.wait().peers == (2,)
     met.set()
     assert first.wait() is complaint
     assert first_cause([second.error, first.error]) is complaint
     with pytest.raises(CommunicationError, match="wrong step"):
-        lanes.begin(2, complain, torch.device("cpu"))
+        lanes.begin(2, complain, torch.ones(3))
     lanes.close()

@@ -58,9 +58,15 @@ def test_neighbours_are_not_copied():
     assert frames.landing((1, 2)).data_ptr() == frames.header(1).data_ptr()
 
 
+def sealed(*headers):
+    seal = Seal(CPU)
+    seal.prepare(headers or [HEADER_3])
+    return seal
+
+
 def arrived(header, seal=None):
     out = torch.empty(HEADER, dtype=torch.uint8)
-    (seal or Seal(CPU)).write(header, out)
+    (seal or sealed(header)).write(header, out)
     return out
 
 
@@ -68,7 +74,7 @@ HEADER_3 = Header(GRADIENT, chunk=3, slot=1, bucket=2, step=9)
 
 
 def test_a_right_header_is_no_fault():
-    seal = Seal(CPU)
+    seal = sealed()
     seal.expect(1, HEADER_3, arrived(HEADER_3))
     seal.compare()
     assert not seal.wrong()
@@ -85,7 +91,7 @@ def test_a_right_header_is_no_fault():
     ],
 )
 def test_a_wrong_field_is_named(change, words):
-    seal = Seal(CPU)
+    seal = sealed()
     seal.expect(0, HEADER_3, arrived(HEADER_3))
     seal.expect(4, HEADER_3, arrived(HEADER_3._replace(**change)))
     assert not seal.wrong()  # nothing has been compared
@@ -98,7 +104,7 @@ def test_a_wrong_field_is_named(change, words):
 
 
 def test_the_first_byte_counts_too():
-    seal = Seal(CPU)
+    seal = sealed()
     broken = arrived(HEADER_3)
     broken[0] ^= 1
     seal.expect(4, HEADER_3, broken)
@@ -108,7 +114,7 @@ def test_the_first_byte_counts_too():
 
 
 def test_a_fault_is_passed_on():
-    first, second = Seal(CPU), Seal(CPU)
+    first, second = sealed(), sealed()
     first.expect(0, HEADER_3, torch.zeros(HEADER, dtype=torch.uint8))
     first.compare()
     second.expect(1, HEADER_3, arrived(HEADER_3, first))

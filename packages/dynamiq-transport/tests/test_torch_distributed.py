@@ -6,9 +6,11 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -400,6 +402,63 @@ def test_absent_rank_is_an_error_when_a_group_is_made() -> None:
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     with pytest.raises(TransportError, match=r"rank 0 of 2 could not make a gloo group within 0\.3 s"):
         dedicated_group(group, timeout=0.3)
+
+
+@pytest.mark.parametrize("absent", [(), (1, 3)], ids=str)
+def test_ranks_that_make_an_nccl_group_wait_for_each_other(
+    absent: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL itself makes nobody wait until its first operation, and there without a time-out."""
+    store, cuda = dist.HashStore(), torch.device("cuda")  # type: ignore[attr-defined]
+
+    class Parent:
+        """As much of a group with NCCL as is looked at."""
+
+        _device_types = (cuda,)
+
+        def __init__(self, rank: int) -> None:
+            self.rank, self.size, self.get_group_store = lambda: rank, lambda: 4, lambda: store
+
+        def _get_backend(self, device: torch.device) -> Any:
+            return SimpleNamespace(name=lambda: "NCCL")
+
+    def made(kind: str, store: Any, rank: int, size: int, limit: timedelta) -> Any:
+        return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, limit)  # type: ignore[attr-defined]  # stands for NCCL's
+
+    monkeypatch.setattr("dynamiq_transport.group._backend", made)
+
+    def work(rank: int) -> Any:
+        time.sleep(0.1 * rank)
+        return dedicated_group(Parent(rank), timeout=1.0)  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = {rank: pool.submit(work, rank) for rank in range(4) if rank not in absent}
+    for rank, future in futures.items():
+        if absent:
+            with pytest.raises(
+                TransportError, match=f"rank {rank} of 4 .* rank 1, 3 did not come within 1 s"
+            ) as caught:
+                future.result()
+            assert caught.value.peers == absent
+        else:
+            assert future.result()._device_types == [cuda]
+
+
+def test_cuda_tensors_over_gloo_are_refused(gloo_threads: Threads) -> None:
+    """Gloo's messages are written from memory of the host: from a GPU's they would fail as if the peer were lost."""
+
+    def work(group: dist.ProcessGroup) -> None:
+        group._register_backend(
+            torch.device("cuda"), dist.ProcessGroup.BackendType.GLOO, group._get_backend(torch.device("cpu"))
+        )
+        with TorchTransport(group, timeout=5.0) as transport:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                sent = torch.empty(8, dtype=torch.uint8, device="cuda:0")
+                with pytest.raises(ValueError, match=r'cuda:0 cannot go by gloo.*"cpu:gloo,cuda:nccl"'):
+                    transport.exchange([(1 - transport.rank, sent)], [])
+            all_to_all(transport, "cpu")  # nothing was begun
+
+    gloo_threads(2, work)
 
 
 def test_address_in_place_of_an_interface(gloo_threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,18 +143,27 @@ class Seal:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._known: dict[Header, Tensor] = {}
         self._arrived: list[tuple[int, Header, Tensor]] = []
         self._compared = 0
-        self._wrong: list[Tensor] = []
+        self._fault: Tensor | None = None  # uint8 [], _FAULT if any header so far was wrong
+
+    def prepare(self, headers: Sequence[Header]) -> None:
+        """Bring the headers that are going to be written and expected to the device, all in one piece."""
+        raw = torch.frombuffer(bytearray(b"".join(header.pack() for header in headers)), dtype=torch.uint8)
+        if self._device.type == "cuda":
+            raw = raw.pin_memory()  # of other memory a copy may make the host wait for the stream
+        rows = raw.to(self._device, non_blocking=True).view(-1, HEADER)
+        self._known.update(zip(headers, rows.unbind(), strict=True))
 
     def write(self, header: Header, out: Tensor) -> None:
-        """Write a header into uint8 [16]."""
-        out.copy_(self._upload([header]).view(-1), non_blocking=True)
-        for wrong in self._wrong:
-            out[_KIND_AT].bitwise_or_(wrong * _FAULT)
+        """Write a header that was prepared into uint8 [16]."""
+        out.copy_(self._known[header])
+        if self._fault is not None:
+            out[_KIND_AT].bitwise_or_(self._fault)
 
     def expect(self, peer: int, header: Header, arrived: Tensor) -> None:
-        """Note that ``arrived``, uint8 [16], came from ``peer`` and should be ``header``."""
+        """Note that ``arrived``, uint8 [16], came from ``peer`` and should be ``header``, which was prepared."""
         self._arrived.append((peer, header, arrived.clone()))
 
     def compare(self) -> None:
@@ -162,12 +171,15 @@ class Seal:
         new = self._arrived[self._compared :]
         self._compared = len(self._arrived)
         if new:
-            expected = self._upload([header for _, header, _ in new])
-            self._wrong.append((torch.stack([arrived for _, _, arrived in new]) != expected).any().to(torch.uint8))
+            found, expected = (
+                torch.stack(rows) for rows in zip(*((f, self._known[h]) for _, h, f in new), strict=True)
+            )
+            fault = (found != expected).any().to(torch.uint8) * _FAULT
+            self._fault = fault if self._fault is None else fault | self._fault
 
     def wrong(self) -> Tensor:
         """Whether any header so far was wrong: bool []; the only thing that depends on the device's values."""
-        return torch.stack([torch.zeros((), dtype=torch.uint8, device=self._device), *self._wrong]).any()
+        return torch.zeros((), dtype=torch.bool, device=self._device) if self._fault is None else self._fault > 0
 
     def describe(self) -> tuple[str, tuple[int, ...]]:
         """What was wrong, in words, and which peers sent it; those who only passed the word on if there are no others.
@@ -179,11 +191,6 @@ class Seal:
         faults = [fault for fault in faults if not _only_passed_on(*fault[1:])] or faults
         said = [f"rank {peer} sent {_differences(header, raw)}" for peer, header, raw in faults]
         return "; ".join(said[:3]), tuple(sorted({peer for peer, _, _ in faults}))
-
-    def _upload(self, headers: Sequence[Header]) -> Tensor:
-        """uint8 [headers, 16] on the device; from pageable memory, which is copied before the call returns."""
-        raw = bytearray(b"".join(header.pack() for header in headers))
-        return torch.frombuffer(raw, dtype=torch.uint8).view(-1, HEADER).to(self._device, non_blocking=True)
 
 
 def _raw(header: Tensor) -> bytes:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from dynamiq_core import InputError
 from dynamiq_transport import Transport
 from dynamiq_transport.worker import Worker
 
@@ -36,7 +37,7 @@ class Lane:
         meter: counts what the lane does.
         quality: how exactly it does it.
         worker: does it, on CPU.
-        stream: on which it is enqueued, on CUDA.
+        streams: on which it is enqueued, on CUDA: one for each device, since a module may be spread over several.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -44,7 +45,7 @@ class Lane:
         self.meter = Meter()
         self.quality = Quality()
         self.worker = Worker("dynamiq lane")
-        self.stream: torch.cuda.Stream | None = None
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def as_exception(error: BaseException) -> Exception:
@@ -116,25 +117,26 @@ class Lanes:
         """How many processes exchange messages."""
         return self.lanes[0].transport.size
 
-    def begin(self, number: int, work: Work, device: torch.device) -> tuple[Future[Tensor], Pending | None]:
+    def begin(self, number: int, work: Work, tensor: Tensor) -> tuple[Future[Tensor], Pending | None]:
         """Start work on a lane and return at once.
 
         Args:
             number: of the work; its remainder decides the lane, the same on all ranks.
             work: what to do.
-            device: where its tensor lives.
+            tensor: what it is done with.
 
         Returns:
             The future for DDP; and on CPU, what to wait for so as to see an error as it was raised.
 
         Raises:
+            InputError: the current stream is being captured into a CUDA graph.
             BaseException: on CUDA, what went wrong while enqueueing; or the error that stopped the lanes before.
         """
         if self.error is not None:
             raise self.error
         lane = self.lanes[number % len(self.lanes)]
-        if device.type == "cuda":
-            return self._enqueue(lane, work, device), None
+        if tensor.is_cuda:
+            return self._enqueue(lane, work, tensor), None
         pending = Pending()
         lane.worker.submit(lambda: self._perform(lane, work, pending))
         return pending.future, pending
@@ -161,20 +163,29 @@ class Lanes:
         else:
             pending.finish(tensor)
 
-    def _enqueue(self, lane: Lane, work: Work, device: torch.device) -> Future[Tensor]:
+    def _enqueue(self, lane: Lane, work: Work, tensor: Tensor) -> Future[Tensor]:
         """On the lane's stream, after what the current stream has been given so far."""
-        if lane.stream is None:
-            lane.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        lane.stream.wait_stream(torch.cuda.current_stream(device))
+        device = tensor.device
+        if torch.cuda.is_current_stream_capturing():
+            raise InputError(
+                "gradients cannot be averaged while the backward pass is captured into a CUDA graph: every step has a"
+                " number and random numbers of its own"
+            )
+        if device not in lane.streams:
+            # Before the backward pass where both have something to do, as the peers wait for what is done here.
+            lane.streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        stream, current = lane.streams[device], torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        for part in (tensor,) if tensor.layout == torch.strided else (tensor._indices(), tensor._values()):
+            part.record_stream(stream)
         future: Future[Tensor] = Future(devices=[device])
-        with torch.cuda.stream(lane.stream):
-            try:
-                tensor = work(lane)
-            except BaseException as error:
-                self._fail(as_exception(error))
-                raise
-            tensor.record_stream(lane.stream)
-            future.set_result(tensor)  # remembers this stream; whoever waits makes theirs wait for it
+        try:
+            with torch.cuda.stream(stream):
+                future.set_result(work(lane))  # remembers this stream; whoever waits makes theirs wait for it
+        except BaseException as error:
+            self._fail(as_exception(error))
+            current.wait_stream(stream)  # which may still write what whoever catches the error reads
+            raise
         return future
 
     def _fail(self, error: Exception) -> None:
@@ -182,7 +193,7 @@ class Lanes:
         with self._failing:
             self.error = error if self.error is None else first_cause((self.error, error))
         for lane in self.lanes:
-            if lane.stream is None:
-                lane.worker.submit(lane.transport.abort)
-            else:
+            if lane.streams:
                 lane.transport.abort()
+            else:
+                lane.worker.submit(lane.transport.abort)

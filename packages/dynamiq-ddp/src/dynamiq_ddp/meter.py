@@ -54,9 +54,10 @@ class Meter:
         with record_function(f"dynamiq: {activity}"):
             if device.type == "cuda":
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                start.record()
+                stream = torch.cuda.current_stream(device)
+                start.record(stream)
                 yield
-                end.record()
+                end.record(stream)
                 self._collect()
                 self._events.append((activity, start, end))
             else:

@@ -32,7 +32,7 @@ class Quality:
     """
 
     def __init__(self) -> None:
-        self._expected: Tensor | None = None  # float64 [2] on the gradients' device: squared error, squared norm
+        self._expected: dict[torch.device, Tensor] = {}  # float64 [2] on a gradient's device: squared error and norm
         self._foreseen: int | None = None  # last step for which that was done
         self._forget(None)
 
@@ -63,12 +63,13 @@ class Quality:
             error = plan.expected_error_of(squares, growth=route.growth)
             both = torch.stack((error / plan.workers**2, squares.sum()))
             both = torch.where(both.isfinite().all(), both, 0.0)  # a step with an overflow says nothing
-            self._expected = both if self._expected is None else self._expected + both
+            before = self._expected.get(both.device)
+            self._expected[both.device] = both if before is None else before + both
 
     def expected(self) -> tuple[float, float]:
         """Squared error and squared norm of the means so far, as expected; waits for the device."""
-        error, energy = (0.0, 0.0) if self._expected is None else self._expected.tolist()
-        return error, energy
+        every = [both.tolist() for both in self._expected.values()]
+        return sum(error for error, _ in every), sum(energy for _, energy in every)
 
     def measure(self, step: int, plans: Sequence[Plan], mean: Tensor, exact: Tensor) -> None:
         """Compare a bucket with its exact mean; waits for the device.

@@ -165,7 +165,7 @@ class DynamiQState:
             self._watch()
         if lanes is None or tensor.numel() == 0:
             return _completed(tensor)
-        future, pending = lanes.begin(index, self._work(tensor, lanes, parameters, bucket=index), tensor.device)
+        future, pending = lanes.begin(index, self._work(tensor, lanes, parameters, bucket=index), tensor)
         if pending is not None:
             if index > 0 and not self._pending:
                 # A backward pass inside this one, as reentrant checkpoints make, has ended and waited for its buckets.

@@ -50,6 +50,26 @@ class Walk(NamedTuple):
     meter: Meter
     moving: Activity
 
+    def from_rank(self, chunk: int, rank: int) -> Header:
+        """What the header says of a rank's encoding of a chunk; ranks as the schedule numbers them."""
+        return self.header._replace(chunk=chunk, slot=rank)
+
+    def own(self, chunk: int) -> Header:
+        """The same for this rank's encoding."""
+        return self.from_rank(chunk, self.route.schedule.rank)
+
+    def finished(self, chunk: int) -> Header:
+        """The same for the last encoding, by the chunk's owner."""
+        return self.from_rank(chunk, self.route.owners[chunk])
+
+    def headers(self) -> list[Header]:
+        """All that are written, and that should arrive."""
+        reduce, gather, owned = self.route.schedule.reduce, self.route.schedule.gather, self.route.schedule.owned
+        written = [self.own(chunk) for step in reduce for _, chunks in step.sends for chunk in chunks]
+        partial = [self.from_rank(chunk, peer) for step in reduce for peer, chunks in step.recvs for chunk in chunks]
+        whole = [self.finished(chunk) for step in gather for _, chunks in step.recvs for chunk in chunks]
+        return [*written, *map(self.own, owned), *partial, *whole]
+
 
 class _Exchanges:
     """The exchanges of a walk; its steps are numbered from 0, those of the gathering after those of the reducing.
@@ -128,6 +148,7 @@ def _reduce_and_gather(walk: Walk) -> Frames:
     waiting: dict[int, list[Received]] = {}
     schedule = walk.route.schedule
     exchanges = _Exchanges(walk, frames)
+    walk.seal.prepare(walk.headers())
     for number, step in enumerate(schedule.reduce):
         for _, chunks in step.sends:
             for chunk in chunks:
@@ -149,8 +170,7 @@ def _keep(
     for (peer, chunks), landing in zip(step.recvs, landings, strict=True):
         room = frames.room_for(chunks, landing)
         for i, chunk in enumerate(chunks):
-            header = walk.header._replace(chunk=chunk, slot=peer)
-            walk.seal.expect(walk.route.ranks[peer], header, room.header(i))
+            walk.seal.expect(walk.route.ranks[peer], walk.from_rank(chunk, peer), room.header(i))
             waiting.setdefault(chunk, []).append(Received(room.message(i), peer))
 
 
@@ -159,11 +179,10 @@ def _settle(walk: Walk, step: Step, frames: Frames, landings: Sequence[Tensor]) 
     for (peer, chunks), landing in zip(step.recvs, landings, strict=True):
         frames.settle(chunks, landing)
         for chunk in chunks:
-            header = walk.header._replace(chunk=chunk, slot=walk.route.owners[chunk])
-            walk.seal.expect(walk.route.ranks[peer], header, frames.header(chunk))
+            walk.seal.expect(walk.route.ranks[peer], walk.finished(chunk), frames.header(chunk))
 
 
 def _encode(walk: Walk, chunk: int, frames: Frames, waiting: dict[int, list[Received]]) -> None:
     walk.encode(chunk, waiting.pop(chunk, ()), frames.message(chunk))
     with walk.meter.span(walk.moving, walk.device):
-        walk.seal.write(walk.header._replace(chunk=chunk, slot=walk.route.schedule.rank), frames.header(chunk))
+        walk.seal.write(walk.own(chunk), frames.header(chunk))

@@ -33,8 +33,13 @@ _under_way: set[Wait] = set()
 
 def has_gloo(group: dist.ProcessGroup) -> bool:
     """Whether messages on CPU go by Gloo, where each is an operation of its own."""
-    cpu = torch.device("cpu")
-    return cpu in group._device_types and group._get_backend(cpu).name().lower() == "gloo"
+    return backend_for(group, "cpu") == "gloo"
+
+
+def backend_for(group: dist.ProcessGroup, kind: str) -> str | None:
+    """Name of what carries messages on devices of a kind, such as cuda, in a group; None where nothing does."""
+    device = torch.device(kind)
+    return group._get_backend(device).name().lower() if device in group._device_types else None
 
 
 def gone(operation: dist.P2POp) -> RuntimeError | None:

@@ -52,6 +52,8 @@ def dedicated_group(parent: dist.ProcessGroup, *, timeout: float) -> dist.Proces
                     "GLOO_SOCKET_IFNAME, if set, is the name of an interface such as eth0 or lo, not an address."
                 ) from error
         group._register_backend(device, _TYPES[kind], made[kind])
+    if "nccl" in made:
+        _meet(store, rank, size, limit)
     group._set_default_backend(_TYPES["nccl" if "nccl" in made else "gloo"])
     return group
 
@@ -64,5 +66,27 @@ def _backend(
     if kind == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
+        options.is_high_priority_stream = True  # peers wait for these messages, and nobody for a kernel beside them
         return dist.ProcessGroupNCCL(store, rank, size, options)
     raise ValueError(f"no dedicated group for backend {kind}; allowed: gloo, nccl, or both")
+
+
+def _meet(store: Store, rank: int, size: int, limit: timedelta) -> None:
+    """Wait until all ranks have come.
+
+    Gloo connects them when a group is made. NCCL does so in the first operation, which knows no time-out until then: a
+    rank that has stalled would leave the others waiting for ever.
+
+    Raises:
+        TransportError: some did not come in time.
+    """
+    store.set(f"rank {rank}", "here")
+    try:
+        store.wait([f"rank {other}" for other in range(size)], limit)
+    except RuntimeError as error:
+        missing = tuple(other for other in range(size) if not store.check([f"rank {other}"]))
+        raise TransportError(
+            f"rank {rank} of {size} could not make an nccl group: rank {', '.join(map(str, missing))} did not come "
+            f"within {limit.total_seconds():g} s",
+            missing,
+        ) from error

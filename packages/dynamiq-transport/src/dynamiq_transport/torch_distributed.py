@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dynamiq_transport.batch import PROBE, Failure, Operation, Part, Wait, failure
-from dynamiq_transport.gloo import Waiter, gone, hang_up, has_gloo
+from dynamiq_transport.gloo import Waiter, backend_for, gone, hang_up, has_gloo
 from dynamiq_transport.group import dedicated_group
 from dynamiq_transport.transport import (
     DEFAULT_TIMEOUT,
@@ -72,7 +72,9 @@ class TorchTransport(Transport):
         timeout: seconds that a wait lasts at most, above 0.
 
     Raises:
-        ValueError: there is no default group yet, or the timeout is out of range.
+        ValueError: there is no default group yet, or the timeout is out of range. `exchange` raises it for tensors on
+            several devices, and for CUDA tensors where the group has Gloo for them, which only torch's collectives copy
+            to the host.
         TypeError: no process group, which is also what torch hands to a process that is not a member.
     """
 
@@ -162,6 +164,13 @@ class TorchTransport(Transport):
         try:
             if (device := devices.pop()).type != "cuda":
                 return dist.batch_isend_irecv(operations)
+            if (
+                backend_for(operations[0].group, device.type) == "gloo"
+            ):  # whose messages are written from memory of the host
+                raise ValueError(
+                    f"messages on {device} cannot go by gloo; allowed: a group with nccl for cuda, as"
+                    ' init_process_group("nccl") or init_process_group("cpu:gloo,cuda:nccl") makes it'
+                )
             with torch.cuda.device(device):  # NCCL works on the current device
                 self._join(operations[0].group, device)
                 return dist.batch_isend_irecv(operations)
