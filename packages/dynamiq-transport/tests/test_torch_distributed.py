@@ -348,9 +348,14 @@ def test_failed_group_ends_while_its_error_is_still_held(torch_threads: Threads)
 
 
 def test_second_wait_of_a_failed_batch_fails_again(torch_threads: Threads) -> None:
+    begun = threading.Event()
+
     def work(transport: Transport) -> None:
-        if transport.rank == 0:
+        if transport.rank == 1:
+            begun.wait(60.0)  # with a rank that has left, a batch fails before it starts
+        else:
             handle = transport.exchange([], [(1, blank(10, "cpu"))])
+            begun.set()
             for _ in range(2):
                 with pytest.raises(TransportError) as caught:
                     handle.wait()

@@ -164,9 +164,8 @@ class TorchTransport(Transport):
         try:
             if (device := devices.pop()).type != "cuda":
                 return dist.batch_isend_irecv(operations)
-            if (
-                backend_for(operations[0].group, device.type) == "gloo"
-            ):  # whose messages are written from memory of the host
+            # Gloo's messages are written from memory of the host.
+            if backend_for(operations[0].group, device.type) == "gloo":
                 raise ValueError(
                     f"messages on {device} cannot go by gloo; allowed: a group with nccl for cuda, as"
                     ' init_process_group("nccl") or init_process_group("cpu:gloo,cuda:nccl") makes it'
