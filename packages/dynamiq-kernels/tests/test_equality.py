@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dynamiq_core import CodecConfig, DynamiQ, reference
+from dynamiq_core import CodecConfig, DynamiQ, Received, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 2, 7, 255, 256, 257, 1000, 4097, 70001]
@@ -47,6 +47,22 @@ def test_every_number_of_workers_slot_and_chunk(subject, gradient, workers):
     for config in (CodecConfig(seed=2**64 - 1), CodecConfig.paper()):
         gradients = [gradient(256 * workers + 300, seed) for seed in range(workers)]
         subject.check_step(config, gradients, chunks=workers, step=2**32 - 1, bucket=2**20)
+
+
+@pytest.mark.parametrize("config", [CodecConfig(), CodecConfig.paper()], ids=["default", "paper"])
+@pytest.mark.parametrize("count", [3, 6])
+def test_many_messages_at_once(subject, gradient, config, count):
+    """As an owner gets them in a direct exchange."""
+    gradients = [gradient(600, seed) for seed in range(count + 1)]
+    codec, reference = DynamiQ(config, operations=subject.operations), DynamiQ(config)
+    merged = reference.merge_statistics([reference.statistics(x) for x in gradients])
+    results = []
+    for c, device in ((reference, torch.device("cpu")), (codec, subject.device)):
+        plan = c.plan(merged, 600, device=device, workers=count + 1, chunks=1, step=5, bucket=3)
+        there = [x.to(device) for x in gradients]
+        received = [Received(c.compress(x, plan, chunk=0, slot=slot), slot) for slot, x in enumerate(there[1:], 1)]
+        results.append(c.decompress_accumulate_recompress(received, there[0], plan, chunk=0, slot=0).cpu())
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize(("bits", "widths"), [(3.4, {0, 2, 3, 4, 5, 6, 7}), (4.5, {0, 3, 4, 5, 6, 7, 8})])

@@ -178,8 +178,9 @@ def make_plan(
     energy = statistics[:, 1].to(torch.float64).square() * count
     # By a tensor: PyTorch multiplies by the reciprocal of a number on GPUs, which has other bits.
     mean = statistics[:, 0].to(torch.float32) / constant([workers], torch.float32, device)
-    # Of an energy that overflowed nothing is known, and no bits would be given for it: it is as good as non-finite.
-    mean = torch.where(torch.isfinite(statistics[:, 1]), mean, torch.nan)
+    # Of an energy that overflowed nothing is known, and no bits would be given for it: it is as good as non-finite. And
+    # all backends have the same NaN.
+    mean = torch.where(torch.isfinite(statistics[:, 1]) & ~mean.isnan(), mean, torch.nan)
     mean = subtracted_mean(mean, energy, count, workers=workers, config=config)
     residual = energy - workers * count * mean.to(torch.float64).square()
     residual = torch.where(mean != 0, torch.maximum(residual, RESIDUAL_SHARE * energy), energy)

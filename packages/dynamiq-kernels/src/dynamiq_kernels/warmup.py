@@ -17,9 +17,11 @@ def warmup(
     config: CodecConfig | None = None,
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> None:
-    """Run every operation once on a tiny tensor, so that nothing is left to compile when training begins.
+    """Run every operation once on a tiny tensor, so that little is left to compile when training begins.
 
-    Compiled code is kept on disk, so that this takes seconds once per machine and a fraction of a second thereafter.
+    With Numba nothing is. Triton has kernels of their own for tensors that end inside a super-group, and for hops with
+    two and with more messages, which are compiled when they are first used. Compiled code is kept on disk, so that this
+    takes seconds once per machine and a fraction of a second thereafter.
 
     Args:
         operations: the backend, from `dynamiq_kernels.operations`.

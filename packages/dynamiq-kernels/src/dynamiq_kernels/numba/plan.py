@@ -71,7 +71,7 @@ def _energies(statistics: Any, terms: Any, mean: Any, residual: Any, relative: A
         rms = np.float64(from_bfloat16(rows[2 * j + 1]))
         energy = rms * rms * np.float64(count)
         value = np.float32(from_bfloat16(rows[2 * j]) / np.float32(terms.workers))
-        if not np.isfinite(rms):
+        if not np.isfinite(rms) or np.isnan(value):
             value = NAN
         if np.isfinite(value):
             explained = share * (np.float64(value) * np.float64(value))

@@ -127,7 +127,14 @@ def check(tensors: Iterable[Tensor], messages: Iterable[Tensor] = ()) -> None:
 
 
 def launch(
-    kernel: Any, count: int, device: torch.device, /, *, at_a_time: int = SUPER_GROUPS, **arguments: Any
+    kernel: Any,
+    count: int,
+    device: torch.device,
+    /,
+    *,
+    at_a_time: int = SUPER_GROUPS,
+    warps: int = WARPS,
+    **arguments: Any,
 ) -> None:
     """Run a kernel over ``count`` super-groups on the current stream of a device.
 
@@ -136,6 +143,7 @@ def launch(
         count: super-groups.
         device: where.
         at_a_time: super-groups that a program works on at a time.
+        warps: of 32 lanes in a program.
         arguments: of the kernel.
     """
     grid = max(min(-(-count // at_a_time), programs(device)), 1)
@@ -143,16 +151,17 @@ def launch(
         kernel[(grid,)](
             **arguments,
             SG=at_a_time,
-            num_warps=WARPS * 32 // warp_size(),
+            num_warps=max(warps * 32 // warp_size(device), 1),
             num_stages=1,
             # Bits are equal only if no product is fused with an addition that the reference rounds separately.
             enable_fp_fusion=False,
         )
 
 
-def warp_size() -> int:
+@lru_cache(maxsize=64)
+def warp_size(device: torch.device) -> int:
     """Lanes of a warp or wavefront."""
-    return 64 if torch.version.hip else 32
+    return int(torch.cuda.get_device_properties(device).warp_size) if device.type == "cuda" else 32
 
 
 @lru_cache(maxsize=64)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dynamiq_core.config import MAX_WIDTH, CodecConfig
 from dynamiq_core.packing import PLANE
-from dynamiq_core.plan import INDEX_BITS, MEAN_SHARE, RESIDUAL_SHARE, DynamiQPlan, PlanTerms, plan_terms
+from dynamiq_core.plan import MEAN_SHARE, RESIDUAL_SHARE, DynamiQPlan, PlanTerms, plan_terms
 from dynamiq_core.rounding import Key
 from dynamiq_kernels.triton.lanes import bits, floating
 from dynamiq_kernels.triton.launch import INTERPRETED, check, launch
@@ -35,13 +35,14 @@ STEPS = 8
 RUNGS = 16
 """Integers in a chunk's row of rungs: 1 + STEPS, padded."""
 
+KEYS = 16
+"""Numbers that a chunk has for its widths in the keys that super-groups are sorted by."""
+
 _STEPS, _RUNGS = tl.constexpr(STEPS), tl.constexpr(RUNGS)
-_MAX_WIDTH, _PLANE, _INDEX_BITS = tl.constexpr(MAX_WIDTH), tl.constexpr(PLANE), tl.constexpr(INDEX_BITS)
-_LARGEST_INDEX = tl.constexpr((1 << INDEX_BITS) - 1)
-_ABSENT = tl.constexpr((MAX_WIDTH + 1) << INDEX_BITS)
+_MAX_WIDTH, _PLANE, _KEYS = tl.constexpr(MAX_WIDTH), tl.constexpr(PLANE), tl.constexpr(KEYS)
 _MEAN_SHARE, _RESIDUAL_SHARE = tl.constexpr(MEAN_SHARE), tl.constexpr(RESIDUAL_SHARE)
 
-SIZES = ["numel", "workers", "count", "chunks", "longest", "base", "rounds"]
+SIZES = ["numel", "workers", "count", "chunks", "longest", "base", "halvings", "digits"]
 """Arguments whose values kernels are not compiled for."""
 
 
@@ -68,6 +69,7 @@ def energies_kernel(
         SUBTRACT: whether means that are finite may be subtracted.
         SG: super-groups at a time.
     """
+    most = tl.zeros([SG], tl.int64)
     for first in range(tl.program_id(0) * SG, count, tl.num_programs(0) * SG):
         j = first + tl.arange(0, SG)
         within = j < count
@@ -78,7 +80,7 @@ def energies_kernel(
         energy = rms.to(tl.float64) * rms.to(tl.float64) * number.to(tl.float64)
         value = tl.math.div_rn(value, tl.zeros([SG], tl.float32) + workers)
         # Of an energy that overflowed nothing is known: it is as good as non-finite.
-        value = tl.where(finite(rms), value, float("nan"))
+        value = tl.where(finite(rms) & (value == value), value, float("nan"))  # also one NaN for all
         square = value.to(tl.float64) * value.to(tl.float64)
         pays = (share * square >= energy * _MEAN_SHARE) & (value != 0.0) & SUBTRACT
         value = tl.where(pays | (finite(value) == 0), value, 0.0)
@@ -87,7 +89,8 @@ def energies_kernel(
         left = tl.where(finite(left) & within, left, 0.0)
         tl.store(mean + j, value, mask=within)
         tl.store(residual + j, left, mask=within)
-        tl.atomic_max(largest, tl.max(left.to(tl.int64, bitcast=True), axis=0))
+        most = tl.maximum(most, left.to(tl.int64, bitcast=True))
+    tl.atomic_max(largest, tl.max(most, axis=0), sem="relaxed")  # read by the next kernel and not before
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -103,33 +106,37 @@ def relative_kernel(residual, largest, relative, count, SG: tl.constexpr):
 
 
 @triton.jit
-def reaching(falling, chunk, chunks, members, gain, bound, rounds):
-    """How many of a chunk's super-groups take a step, where keys from ``bound`` up do; shaped like gain times bound.
+def reaching(falling, chunk, chunks, low, high, gain, bound, halvings):
+    """How many of a chunk's super-groups take a step, where keys from ``bound`` up do: int32 like ``low``.
 
     Args:
         falling: float32 [M], relative energies of all super-groups, largest first; every C-th is of this chunk.
         chunk: which chunk.
         chunks: C.
-        members: super-groups of the chunk.
+        low: int32, the least that it can be.
+        high: int32, the most.
         gain: float32, of the step.
-        bound: int64, bits of a positive float32.
-        rounds: halvings that leave one place of all.
+        bound: int64, bits of a float32 that is not negative.
+        halvings: of what lies between, until nothing does.
     """
-    low = (gain * 0.0).to(tl.int32) + (bound * 0).to(tl.int32)
-    high = low + members
-    for _ in range(rounds):
+    for _ in range(halvings):
         middle = (low + high) >> 1
         apart = low < high
         key = bits(tl.load(falling + middle * chunks + chunk, mask=apart, other=0.0) * gain).to(tl.int64)
-        reaches = key >= bound
-        low = tl.where(apart & reaches, middle + 1, low)
+        low = tl.where(apart & (key >= bound), middle + 1, low)
         high = tl.where(apart & (key < bound), middle, high)
     return low
 
 
+@triton.jit
+def bit_length(x):
+    """Bits of a scalar int32 that is not negative, or one more if it is large."""
+    return (bits(x.to(tl.float32)) >> 23) - 126
+
+
 @triton.jit(do_not_specialize=SIZES)
 def rungs_kernel(
-    falling, sizes, gains, prices, rises, rungs, scales_at, nonzero, count, chunks, base, rounds,
+    falling, sizes, gains, prices, rises, rungs, scales_at, nonzero, count, chunks, base, halvings, digits,
     DROP: tl.constexpr, SG: tl.constexpr,
 ):  # fmt: skip
     """Of each chunk, how many super-groups are sent, and how many of them take each step; what follows from that.
@@ -146,41 +153,45 @@ def rungs_kernel(
         count: super-groups M.
         chunks: C.
         base: bytes of a super-group of the lowest width.
-        rounds: as for `reaching`.
+        halvings: of K, as for `reaching`.
+        digits: of five bits in the largest key.
         DROP: whether super-groups without energy are not sent.
         SG: chunks at a time, 1.
     """
     step = tl.arange(0, _STEPS)
     digit = tl.arange(0, 32)
     gain, price = tl.load(gains + step), tl.load(prices + step)
-    rise = tl.load(rises + 1 + step)
-    lowest = tl.load(rises)
+    none = tl.zeros([_STEPS, 32], tl.int32)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         members = (count - chunk + chunks - 1) // chunks
         sent = members
         if DROP:
-            every = tl.full([1], 1.0, tl.float32)
-            sent = tl.max(reaching(falling, chunk, chunks, members, every, tl.full([1], 1, tl.int64), rounds), axis=0)
+            zero = tl.zeros([1], tl.int32)
+            sent = tl.max(reaching(falling, chunk, chunks, zero, zero + members, 1.0, 1, halvings), axis=0)
         capacity = tl.load(sizes + chunk) - sent.to(tl.int64) * base
         # The largest bound whose keys do not fit, found five bits at a time; 0 where all fit.
-        below = tl.zeros([1, 1], tl.int64)
-        for i in range(7):
-            shift = 30 - 5 * i
-            bounds = below + (digit.to(tl.int64) << shift)[None, :]
-            taken = reaching(falling, chunk, chunks, members, gain[:, None], bounds, rounds)
-            spent = tl.sum(taken.to(tl.int64) * price[:, None], axis=0)
-            too_low = (spent > capacity) & (digit > 0)
-            below += tl.sum(too_low.to(tl.int64), axis=0) << shift
-        below = tl.reshape(below, [1])
-        taken = reaching(falling, chunk, chunks, members, gain, below + 1, rounds)
+        below = tl.zeros([1], tl.int64)
+        taken = tl.zeros([_STEPS], tl.int32)  # have keys from the least bound up that is known to fit
+        reach = taken + members  # have keys from ``below`` up
+        for i in range(digits):
+            shift = 5 * (digits - 1 - i)
+            bounds = below + (digit.to(tl.int64) << shift)
+            between = bit_length(tl.max(reach - taken, axis=0))
+            low, high = none + taken[:, None], none + reach[:, None]
+            found = reaching(falling, chunk, chunks, low, high, gain[:, None], bounds[None, :], between)
+            spent = tl.sum(found.to(tl.int64) * price[:, None], axis=0)
+            last = tl.sum(((spent > capacity) & (digit > 0)).to(tl.int32), axis=0)
+            below += last.to(tl.int64) << shift
+            reach = tl.sum(tl.where((digit == last)[None, :], found, 0), axis=1)
+            taken = tl.where(last < 31, tl.sum(tl.where((digit == last + 1)[None, :], found, 0), axis=1), taken)
         left = capacity - tl.sum(taken.to(tl.int64) * price, axis=0)
         # The ties just below, step by step and in order, while they fit.
-        ties = tl.where(below > 0, reaching(falling, chunk, chunks, members, gain, below, rounds) - taken, 0)
+        ties = tl.where(below > 0, reach - taken, 0)
         asked = ties.to(tl.int64) * price
-        left = left - (tl.cumsum(asked, axis=0) - asked)
-        more = tl.where(left > 0, tl.minimum(ties.to(tl.int64), left // tl.maximum(price, 1)), 0)
-        taken += more.to(tl.int32)
-        planes = sent * lowest + tl.sum(taken * rise, axis=0)
+        room = tl.maximum(left - (tl.cumsum(asked, axis=0) - asked), 0).to(tl.int32)  # of a message, which has 31 bits
+        taken += tl.minimum(ties, room // tl.maximum(price, 1).to(tl.int32))
+        lowest = tl.load(rises)
+        planes = sent * lowest + tl.sum(taken * tl.load(rises + 1 + step), axis=0)
         positive = tl.where(lowest > 0, sent, tl.max(taken, axis=0))
         tl.store(rungs + chunk * _RUNGS, sent)
         tl.store(rungs + chunk * _RUNGS + 1 + step, taken)
@@ -200,40 +211,35 @@ def width_and_offset(rungs, rises, chunk, k):
 
 
 @triton.jit(do_not_specialize=SIZES)
-def keys_kernel(order, rungs, rises, keys, count, chunks, longest, SG: tl.constexpr):
-    """What super-groups of a chunk are sorted by, int32 [C, K]: falling width, then index; nothing past the end.
+def keys_kernel(order, rungs, rises, keys, count, chunks, SG: tl.constexpr):
+    """What super-groups are sorted by, [M] in the order of memory: their chunk, and in it falling width.
 
     Args:
         order: int64 [M], super-groups by falling energy, which are dealt to the chunks in turn.
         rungs: int32 [C, 16], as from `rungs_kernel`.
         rises: int32 [9], as for it.
-        keys: out.
+        keys: integers [M], out.
         count: super-groups M.
         chunks: C.
-        longest: K.
         SG: super-groups at a time.
     """
-    places = chunks * longest
-    for first in range(tl.program_id(0) * SG, places, tl.num_programs(0) * SG):
-        at = first + tl.arange(0, SG)
-        chunk = tl.minimum(at, places - 1) // longest
-        k = at - chunk * longest
-        dealt = k * chunks + chunk
-        present = (at < places) & (dealt < count)
-        index = tl.load(order + dealt, mask=present, other=0).to(tl.int32)
-        width, _ = width_and_offset(rungs, rises, chunk, k)
-        key = tl.where(present, (_MAX_WIDTH - width) << _INDEX_BITS | index, _ABSENT)
-        tl.store(keys + at, key, mask=at < places)
+    for first in range(tl.program_id(0) * SG, count, tl.num_programs(0) * SG):
+        dealt = first + tl.arange(0, SG)
+        within = dealt < count
+        chunk = dealt % chunks
+        width, _ = width_and_offset(rungs, rises, chunk, dealt // chunks)
+        index = tl.load(order + dealt, mask=within, other=0)
+        tl.store(keys + index, (chunk * _KEYS + _MAX_WIDTH - width).to(keys.dtype.element_ty), mask=within)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def rows_kernel(
-    keys, rungs, rises, mean, residual, shares, rows, energies, errors, chunks, longest, SG: tl.constexpr
+    members, rungs, rises, mean, residual, shares, rows, energies, errors, count, chunks, longest, SG: tl.constexpr
 ):  # fmt: skip
     """Rows, energies and expected errors of a plan, in the order of the messages.
 
     Args:
-        keys: int32 [C, K], from `keys_kernel`, sorted.
+        members: int64 [M], super-groups of the first chunk by falling width and then by index, then of the next.
         rungs: int32 [C, 16], as from `rungs_kernel`.
         rises: int32 [9], as for it.
         mean: float32 [M], as from `energies_kernel`.
@@ -242,6 +248,7 @@ def rows_kernel(
         rows: int32 [C, K, 4], out.
         energies: float64 [C, K], out.
         errors: float64 [C, K], out.
+        count: super-groups M.
         chunks: C.
         longest: K.
         SG: super-groups at a time.
@@ -251,10 +258,11 @@ def rows_kernel(
         at = first + tl.arange(0, SG)
         within = at < places
         chunk = tl.minimum(at, places - 1) // longest
-        key = tl.load(keys + at, mask=within, other=_ABSENT)
-        present = key < _ABSENT
-        index = key & _LARGEST_INDEX
-        width, offset = width_and_offset(rungs, rises, chunk, at - chunk * longest)
+        k = at - chunk * longest
+        least, more = count // chunks, count % chunks  # super-groups of every chunk, and how many chunks have one more
+        present = within & (k < least + (chunk < more).to(tl.int32))
+        index = tl.load(members + chunk * least + tl.minimum(chunk, more) + k, mask=present, other=0).to(tl.int32)
+        width, offset = width_and_offset(rungs, rises, chunk, k)
         energy = tl.load(residual + index, mask=present, other=0.0)
         subtracted = bits(tl.load(mean + index, mask=present, other=0.0))
         row = rows + at.to(tl.int64) * 4
@@ -270,6 +278,7 @@ class Common(NamedTuple):
     """What the plans of all tensors of one size have in common, and its tables on the device."""
 
     plan: PlanTerms
+    digits: int  # of five bits in the largest key, which is the largest gain
     sizes: Tensor  # int64 [C]
     gains: Tensor  # float32 [8]
     prices: Tensor  # int64 [8]
@@ -290,7 +299,8 @@ def _common(config: CodecConfig, numel: int, chunks: int, gain: float, device: t
         "rises": torch.tensor([*(b - a for a, b in pairwise(widths)), *padding], dtype=torch.int32),
         "shares": torch.tensor(plan.errors, dtype=torch.float64),
     }
-    return Common(plan, **{name: table.to(device) for name, table in tables.items()})
+    digits = -(-int(tables["gains"].max().view(torch.int32)).bit_length() // 5)
+    return Common(plan, digits, **{name: table.to(device) for name, table in tables.items()})
 
 
 def make_plan(
@@ -299,7 +309,7 @@ def make_plan(
     """The plan; see `dynamiq_core.plan.make_plan`."""
     check([statistics])
     device = statistics.device
-    plan, sizes, gains, prices, rises, shares = _common(config, numel, chunks, gain, device)
+    plan, digits, sizes, gains, prices, rises, shares = _common(config, numel, chunks, gain, device)
     count, longest = len(statistics), plan.lengths[0]
     places = chunks * longest
     # Every vector by itself: where one starts inside an allocation, kernels are compiled once more for its alignment.
@@ -320,23 +330,26 @@ def make_plan(
     scales_at = torch.empty(chunks, dtype=torch.int32, device=device)
     nonzero = torch.empty_like(scales_at)
     launch(
-        rungs_kernel, chunks, device, at_a_time=1,
+        rungs_kernel, chunks, device, at_a_time=1, warps=1,
         falling=falling, sizes=sizes, gains=gains, prices=prices, rises=rises,
         rungs=rungs, scales_at=scales_at, nonzero=nonzero,
-        count=count, chunks=chunks, base=plan.base, rounds=longest.bit_length(), DROP=config.widths[0] == 0,
+        count=count, chunks=chunks, base=plan.base, halvings=longest.bit_length(), digits=digits,
+        DROP=config.widths[0] == 0,
     )  # fmt: skip
-    keys = torch.empty(chunks, longest, dtype=torch.int32, device=device)
+    narrow = chunks * KEYS <= torch.iinfo(torch.int16).max
+    keys = torch.empty(count, dtype=torch.int16 if narrow else torch.int32, device=device)
     launch(
-        keys_kernel, places, device, at_a_time=SUPER_GROUPS,
-        order=order, rungs=rungs, rises=rises, keys=keys, count=count, chunks=chunks, longest=longest,
+        keys_kernel, count, device, at_a_time=SUPER_GROUPS,
+        order=order, rungs=rungs, rises=rises, keys=keys, count=count, chunks=chunks,
     )  # fmt: skip
+    members = torch.sort(keys, stable=True).indices
     rows = torch.empty(chunks, longest, 4, dtype=torch.int32, device=device)
     energies = torch.empty(chunks, longest, dtype=torch.float64, device=device)
     errors = torch.empty_like(energies)
     launch(
         rows_kernel, places, device, at_a_time=SUPER_GROUPS,
-        keys=torch.sort(keys, dim=1).values, rungs=rungs, rises=rises, mean=mean, residual=residual, shares=shares,
-        rows=rows, energies=energies, errors=errors, chunks=chunks, longest=longest,
+        members=members, rungs=rungs, rises=rises, mean=mean, residual=residual, shares=shares,
+        rows=rows, energies=energies, errors=errors, count=count, chunks=chunks, longest=longest,
     )  # fmt: skip
     return DynamiQPlan(
         config=config,
