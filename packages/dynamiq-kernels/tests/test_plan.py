@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynamiq_core import CodecConfig, DynamiQPlan, reference
 from dynamiq_core.allocation import Step
-from dynamiq_core.plan import PlanTerms
+from dynamiq_core.plan import PlanTerms, plan_terms
 from dynamiq_core.rounding import Key
 from dynamiq_core.statistics import super_groups
 
@@ -111,13 +111,13 @@ def test_plans_of_every_shape(subject, gradient, shape, numel):
 
 def test_the_terms_of_a_plan_are_kept(subject, gradient):
     """A second plan of the same size does not derive them again, and one of another size has its own."""
-    for numel in (5000, 5000, 5001, 5000):
+    plan_terms.cache_clear()
+    for numel, derived in ((5000, 1), (5000, 1), (5001, 2), (5000, 2)):
         statistics = reference.statistics(gradient(numel, numel))
         shared = {"config": CodecConfig(bits=3.0), "key": Key(1, 2, 3), "workers": 2, "chunks": 2, "gain": 1.5}
-        same(
-            reference.make_plan(statistics, numel, **shared),
-            subject.operations.make_plan(statistics.to(subject.device), numel, **shared),
-        )
+        plan = subject.operations.make_plan(statistics.to(subject.device), numel, **shared)
+        same(reference.make_plan(statistics, numel, **shared), plan)
+        assert plan_terms.cache_info().misses == derived
 
 
 def test_ties_of_several_steps(subject, monkeypatch):

@@ -17,8 +17,8 @@ from .nodes import own_part
 from .route import Route
 
 EXPECTED_EVERY = 8
-"""Steps from one for which the error is foreseen to the next. It goes through the gradient once more and takes fifty
-operations, so that in every step it would cost an eighth of the codec's time, and more for small buckets."""
+"""Steps from one for which the error is foreseen to the next: it goes through the mean once more and takes fifty
+operations, which in every step would be a good part of the codec's time where buckets are small."""
 
 
 class Quality:

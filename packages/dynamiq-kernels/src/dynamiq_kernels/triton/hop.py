@@ -29,8 +29,8 @@ ADDRESSES = ["scales_at", "nonzero", "out"]
 """Pointers whose alignment kernels are not compiled for."""
 
 FEW = 2
-"""Up to so many messages are arguments of a kernel of their own. Of each more the compiler would keep addresses in
-registers, of which there are none left at seven; so more than these are listed in memory."""
+"""Up to so many messages are arguments of a kernel of their own. More are listed in memory, since of each argument the
+compiler keeps addresses in registers."""
 
 
 @triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=ADDRESSES)
